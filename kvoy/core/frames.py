@@ -1,0 +1,95 @@
+"""What two ends of a handoff say to each other, as values (the payload bytes travel beside them).
+
+The same for every transport. Sender: Opening, then Frames, then Commit. Receiver: Welcome or Refused,
+then Acks and Nacks, then Committed. kvoy.core.handoff holds the rules; kvoy.transport the wire.
+"""
+
+from dataclasses import dataclass
+
+from kvoy.core.types import KvDtype, KvSpec, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffKey:
+    """One attempt to hand one request over. A later epoch of the same request makes this one void."""
+
+    request_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The sender's first message."""
+
+    key: HandoffKey
+    lease: str
+    fingerprint: str
+    kv_spec: KvSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """What the payload of one frame is: blocks ``[first_block, +blocks)`` x layers ``[first_layer, +layers)``
+    x heads ``[first_head, +heads)`` of the request, laid out ``[block][layer][head][token][k|v]``."""
+
+    key: HandoffKey
+    seq: int
+    """Counts from 0 in each epoch, without gaps."""
+    first_block: int
+    blocks: int
+    first_layer: int
+    layers: int
+    first_head: int
+    heads: int
+    dtype: KvDtype
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every frame has been sent; the request may decode once all have arrived."""
+
+    key: HandoffKey
+    frames: int
+    """Number of frames of this epoch: seq 0 .. frames - 1."""
+    first_token_id: int
+    first_logprob: TokenLogprob | None
+    last_step_ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The handoff may begin with ``next_seq``; ``credits`` frames may be in flight."""
+
+    credits: int
+    next_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Every frame up to and including ``through_seq`` is in the pool. ``credits`` may be in flight from now on."""
+
+    through_seq: int
+    credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Nack:
+    """This frame arrived damaged: send it again."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """All frames are in the pool and the request is decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The handoff is not wanted: no such lease, an old epoch, another model or format."""
+
+    reason: str
+
+
+SenderMessage = Opening | FrameHeader | Commit
+ReceiverMessage = Welcome | Ack | Nack | Committed | Refused

@@ -1,0 +1,106 @@
+"""What a service and its engine worker say to each other, besides the bytes in the staging slab.
+
+Torch-free, so that services can import it. The channel (kvoy.engine.channel) carries these pickled over a
+socket pair between a parent and the child it started: both ends are the same code of the same release.
+The worker obeys in the order received and answers each Order with exactly one message.
+"""
+
+from dataclasses import dataclass
+
+from kvoy.core.step import StepPlan, StepResult
+from kvoy.core.types import KvSpec, ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How to start a worker. ``threads`` is the number of CPU threads torch may use."""
+
+    model: str
+    """Preset name, GGUF file, Hugging Face directory or hub id."""
+    dtype: str
+    """fp32 or bf16: weights, activations and KV pool."""
+    block_tokens: int
+    pool_bytes: int
+    """Upper bound of the KV pool; the worker reports how many blocks that gave."""
+    slot_bytes: int
+    slots: int
+    threads: int
+    device: str = "cpu"
+    context_tokens: int = 0
+    """Cap on the context; 0 is what the model says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker's first message: the model is loaded and warm."""
+
+    model: ModelInfo
+    kv_spec: KvSpec
+    pool_blocks: int
+    eos_token_ids: tuple[int, ...]
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ExportBlocks:
+    """Copy pool blocks into a slot, in wire order (KvSpec), block after block, layers ``[first_layer, +layers)``.
+
+    ``valid_tokens`` counts the tokens that are filled over all the blocks given; positions past it are
+    written as zeros, so that nothing of an earlier owner leaves the pod.
+    """
+
+    transfer_id: int
+    slot: int
+    blocks: tuple[int, ...]
+    first_layer: int
+    layers: int
+    valid_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImportBlocks:
+    """The inverse of ExportBlocks: copy a slot into pool blocks, bit for bit."""
+
+    transfer_id: int
+    slot: int
+    blocks: tuple[int, ...]
+    first_layer: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave after the orders before this one. Not answered; the worker exits 0."""
+
+
+Order = RunStep | ExportBlocks | ImportBlocks | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    transfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker cannot go on (at start: the model cannot be loaded) and exits 1; one sentence for a person."""
+
+    message: str
+
+
+Answer = Ready | StepDone | Exported | Imported | Failed

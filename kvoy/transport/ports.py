@@ -1,0 +1,100 @@
+"""The narrow ports through which services reach the outside, and what may be put behind them.
+
+Each port has a real adapter (redis_directory, nats_bus, kv_stream, clients) and an in-memory twin
+(memory) that passes the same tests. Failures of the outside come out as PeerError or Unavailable
+(kvoy.core.errors), never as a library's own exception.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+
+from kvoy.core.frames import Commit, FrameHeader, Opening, ReceiverMessage
+from kvoy.core.types import KvSpec, Pod
+
+
+class Directory(Protocol):
+    """Who is there. A pod is listed from ``register`` until ``deregister`` or until ``ttl_s`` passes without another
+    ``register``: pods register again about once a second."""
+
+    async def register(self, pod: Pod, ttl_s: float) -> None: ...
+
+    async def deregister(self, pod_id: str) -> None: ...
+
+    async def list_pods(self) -> list[Pod]:
+        """Sorted by pod_id."""
+        ...
+
+    async def next_generation(self, pod_id: str) -> int:
+        """A number greater than any given before for this pod_id."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Subscription(Protocol):
+    async def close(self) -> None: ...
+
+
+class Bus(Protocol):
+    """Best-effort events to whoever listens. Subjects are dotted words; a trailing ``>`` matches the rest.
+
+    Publishing never waits for the network and never fails: what cannot be sent is counted in ``dropped``.
+    The connection comes back by itself.
+    """
+
+    dropped: int
+
+    @property
+    def connected(self) -> bool: ...
+
+    async def publish(self, subject: str, payload: bytes) -> None: ...
+
+    async def subscribe(self, subject: str, handler: Callable[[str, bytes], Awaitable[None]]) -> Subscription: ...
+
+    async def close(self) -> None: ...
+
+
+class HandoffStream(Protocol):
+    """The sender's end of one handoff. Messages arrive in the order sent, or the stream breaks with PeerError."""
+
+    async def send_frame(self, header: FrameHeader, payload: memoryview) -> None:
+        """Takes the frame; ``payload`` may change once this returns. The checksum is added here."""
+        ...
+
+    async def send_commit(self, commit: Commit) -> None: ...
+
+    def messages(self) -> AsyncIterator[ReceiverMessage]:
+        """What the receiver says, first a Welcome or Refused. Ends after Committed or Refused; PeerError when broken."""
+        ...
+
+    async def close(self) -> None:
+        """At any time, more than once; what is on its way is dropped."""
+        ...
+
+
+class HandoffConnector(Protocol):
+    """Opens handoffs to decode pods; connections are kept and shared."""
+
+    async def open(self, address: str, opening: Opening, timeout_s: float) -> HandoffStream: ...
+
+    async def close(self) -> None: ...
+
+
+class BlockStore(Protocol):
+    """A kvstore as prefill and decode pods see it. Every call has a deadline and raises PeerError when it is missed."""
+
+    async def lookup(self, fingerprint: str, spec: KvSpec, block_ids: Sequence[bytes]) -> int:
+        """How many leading blocks of the chain are kept."""
+        ...
+
+    async def get(self, fingerprint: str, spec: KvSpec, block_ids: Sequence[bytes], into: memoryview) -> int:
+        """Writes leading blocks of the chain, each checked, into ``into``; returns how many."""
+        ...
+
+    async def put(
+        self, fingerprint: str, spec: KvSpec, block_ids: Sequence[bytes], parent_id: bytes, blocks: memoryview
+    ) -> int:
+        """Offers consecutive blocks; ``parent_id`` (maybe empty) is before the first. Returns how many are new."""
+        ...
+
+    async def close(self) -> None: ...
