@@ -64,7 +64,7 @@ class HandoffStream(Protocol):
     async def send_commit(self, commit: Commit) -> None: ...
 
     def messages(self) -> AsyncIterator[ReceiverMessage]:
-        """What the receiver says, first a Welcome or Refused. Ends after Committed or Refused; PeerError when broken."""
+        """What the receiver says, first a Welcome or Refused. Ends after Committed or Refused; PeerError if cut."""
         ...
 
     async def close(self) -> None:
