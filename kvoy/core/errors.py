@@ -39,7 +39,14 @@ class Overloaded(KvoyError):
 
 
 class Unavailable(KvoyError):
-    """No pod can take the request now, or the one that had it is lost."""
+    """No pod can take the request now, or the one that had it is lost.
+
+    ``reason`` is machine-readable (``draining``, say) or empty.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class DeadlinePassed(KvoyError):
@@ -55,7 +62,14 @@ class ModelError(ConfigError):
 
 
 class PeerError(KvoyError):
-    """Another process answered with a failure or not at all."""
+    """Another process answered with a failure or not at all.
+
+    ``reason`` is machine-readable (``decode_lost``, say) or empty.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class EngineError(KvoyError):

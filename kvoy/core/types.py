@@ -283,3 +283,15 @@ class LoadEvent:
     pod_id: str
     generation: int
     load: PodLoad
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStat:
+    """What a kvstore keeps; totals count from its start."""
+
+    blocks: int = 0
+    stored_bytes: int = 0
+    capacity_bytes: int = 0
+    evicted_blocks: int = 0
+    hit_blocks: int = 0
+    asked_blocks: int = 0
