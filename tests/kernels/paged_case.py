@@ -1,0 +1,68 @@
+"""Random paged KV with everything around the valid part poisoned, and the naive float64 attention to compare with."""
+
+import torch
+from torch import Tensor
+
+KV_HEADS, GROUP, HEAD_DIM, BLOCK_TOKENS = 2, 3, 8, 4
+HEADS = KV_HEADS * GROUP
+SCALE = 0.3
+GUARD = 7
+
+
+class PagedCase:
+    """KV of several requests, scattered over shuffled blocks of one layer of a pool whose other elements are NaN."""
+
+    def __init__(self, lengths: list[int], dtype: torch.dtype, order: str = "BLHNC") -> None:
+        self.lengths = lengths
+        spans = [-(-n // BLOCK_TOKENS) for n in lengths]
+        shuffled = torch.randperm(sum(spans) + 3).tolist()
+        self.pool = poisoned_pool(len(shuffled), layers=3, dtype=dtype, order=order)
+        self.kv = self.pool[:, 1]
+        self.dense = [torch.randn(n, KV_HEADS, 2 * HEAD_DIM).to(dtype) for n in lengths]
+        self.tables = torch.full((len(lengths), max(spans) + 2), 2**31 - 1, dtype=torch.int32)
+        for row, span in enumerate(spans):
+            self.tables[row, :span] = torch.tensor([shuffled.pop() for _ in range(span)])
+            for position in range(lengths[row]):
+                block = int(self.tables[row, position // BLOCK_TOKENS])
+                self.kv[block, :, position % BLOCK_TOKENS] = self.dense[row][position]
+        self.kv_lengths = torch.tensor(lengths, dtype=torch.int32)
+
+    def expected(self, row: int, q: Tensor, window_tokens: int | None) -> Tensor:
+        """Float64 attention of q [queries, heads, head dim], the last queries of the row."""
+        k, v = self.dense[row].double().chunk(2, -1)
+        start = self.lengths[row] - q.shape[0]
+        out = torch.empty(q.shape, dtype=torch.float64)
+        for i in range(q.shape[0]):
+            first = 0 if window_tokens is None else max(0, start + i + 1 - window_tokens)
+            keys = slice(first, start + i + 1)
+            for head in range(HEADS):
+                scores = k[keys, head // GROUP] @ q[i, head].double() * SCALE
+                out[i, head] = scores.softmax(0) @ v[keys, head // GROUP]
+        return out
+
+
+def poisoned_pool(blocks: int, layers: int, dtype: torch.dtype, order: str = "BLHNC") -> Tensor:
+    """NaN pool [blocks, layers, kv heads, block tokens, k | v] whose axes lie in memory in ``order``."""
+    sizes = {"B": blocks, "L": layers, "H": KV_HEADS, "N": BLOCK_TOKENS, "C": 2 * HEAD_DIM}
+    stored = torch.full([sizes[axis] for axis in order], float("nan"), dtype=dtype)
+    return stored.permute([order.index(axis) for axis in "BLHNC"])
+
+
+class Guarded:
+    """An output buffer full of NaN, with guard bands around it that nobody may touch."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._whole = torch.full((2 * GUARD + torch.Size(shape).numel(),), float("nan"), dtype=dtype)
+        self._whole[:GUARD] = self._whole[-GUARD:] = 12345.0
+        self.out = self._whole[GUARD:-GUARD].view(shape)
+
+    def check(self) -> Tensor:
+        """The buffer, once it is proved that all of it was written and nothing around it."""
+        assert (self._whole[:GUARD] == 12345.0).all()
+        assert (self._whole[-GUARD:] == 12345.0).all()
+        assert not self.out.isnan().any()
+        return self.out
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return 2e-5 if dtype == torch.float32 else 3e-2
