@@ -13,12 +13,14 @@ class KvoyError(Exception):
 class InvalidRequest(KvoyError):
     """A request that no retry can make right.
 
-    ``param`` names the field at fault, as the caller spelled it, or is None.
+    ``param`` names the field at fault, as the caller spelled it, or is None. ``reason`` is machine-readable
+    (``too_large``, say) or empty.
     """
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, reason: str = "") -> None:
         super().__init__(message)
         self.param = param
+        self.reason = reason
 
 
 class NotFound(KvoyError):

@@ -4,10 +4,27 @@ A session is one router's Serve stream; it carries all that router's requests. K
 Changes with proto/kvoy/v1/decode.proto and codec/decode.py.
 """
 
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
 from typing import Protocol
 
-from kvoy.core.serve import DecodeMessage, RouterMessage
-from kvoy.transport.rpc import Registration
+from kvoy.core.errors import InvalidRequest, KvoyError, Overloaded, Unavailable
+from kvoy.core.serve import DecodeMessage, Rejection, RouterMessage, StepOutputs
+from kvoy.core.types import RejectReason, RequestOutput
+from kvoy.transport.codec import decode as codec
+from kvoy.transport.codec.fields import parse
+from kvoy.transport.rpc import Duplex, Exchange, Registration
+from kvoy.transport.streams import Outbox, race, to_the_end
+from kvoy.v1 import decode_pb2 as pb
+
+NAME = "kvoy.v1.Decode"
+MAX_WAITING = 65_536
+"""Outputs that may wait for one router: at 64 requests in a batch, a thousand steps."""
+
+MAX_MERGED = 1024
+"""Outputs of several steps in one message; with 20 log probabilities each it is still far from the size limit."""
 
 
 class DecodeSession(Protocol):
@@ -30,10 +47,97 @@ class DecodeHandler(Protocol):
     async def received(self, session: DecodeSession, message: RouterMessage) -> None: ...
 
     async def closed(self, session: DecodeSession, reason: str) -> None:
-        """Exactly once for each session that said anything: all its requests are to be cancelled."""
+        """Exactly once for each session, the last call for it: all its requests are to be cancelled."""
         ...
 
 
 def decode_service(handler: DecodeHandler) -> Registration:
     """The gRPC face of ``handler``. Deadlines become absolute on this process's wall clock."""
-    raise NotImplementedError
+    face = _Face(handler)
+    return Registration(NAME, {"Serve": Duplex(face.serve)}, end_streams=face.end_streams)
+
+
+class _Session:
+    """One router's stream: its name and what is still to be said on it."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self.outbox: Outbox[DecodeMessage] = Outbox(MAX_WAITING, _too_slow, _weight)
+
+    @property
+    def source(self) -> str:
+        return self._source
+
+    def send(self, message: DecodeMessage) -> None:
+        self.outbox.put(message)
+
+
+class _Face:
+    """All sessions of one decode pod."""
+
+    def __init__(self, handler: DecodeHandler) -> None:
+        self._handler = handler
+        self._numbers = itertools.count(1)
+        self._sessions: set[_Session] = set()
+
+    def end_streams(self) -> None:
+        for session in self._sessions:
+            session.outbox.fail(Unavailable("The decode pod is leaving.", "draining"))
+
+    async def serve(self, exchange: Exchange) -> None:
+        session = _Session(f"router-{next(self._numbers)}")
+        self._sessions.add(session)
+        reason = "the router ended the stream"
+        try:
+            await race(self._read(session, exchange), self._write(session, exchange), session.outbox.failure())
+        except KvoyError as error:
+            reason = str(error)
+            raise
+        except asyncio.CancelledError:
+            reason = "the router is gone"
+            raise
+        finally:
+            self._sessions.discard(session)
+            session.outbox.finish()
+            await to_the_end(self._handler.closed(session, reason))
+
+    async def _read(self, session: _Session, exchange: Exchange) -> None:
+        while (wire := await exchange.read()) is not None:
+            message = parse(pb.ServeRequest, wire)
+            try:
+                event = codec.router_message_from_proto(message, time.time())
+            except InvalidRequest as error:
+                # One request that makes no sense must not end the others of this router.
+                if not message.reserve.request_id:
+                    raise
+                session.send(Rejection(message.reserve.request_id, RejectReason.INVALID, str(error)))
+            else:
+                await self._handler.received(session, event)
+
+    async def _write(self, session: _Session, exchange: Exchange) -> None:
+        while messages := await session.outbox.take():
+            for message in _merged(messages):
+                await exchange.write(codec.decode_message_to_proto(message).SerializeToString())
+
+
+def _too_slow() -> KvoyError:
+    return Overloaded("This router reads its Serve stream too slowly; it was cut off.", "slow_reader")
+
+
+def _weight(message: DecodeMessage) -> int:
+    return len(message.outputs) if isinstance(message, StepOutputs) else 1
+
+
+def _merged(messages: list[DecodeMessage]) -> Iterator[DecodeMessage]:
+    """The same messages in the same order, neighbouring StepOutputs made one as far as MAX_MERGED allows."""
+    outputs: list[RequestOutput] = []
+    for message in messages:
+        if isinstance(message, StepOutputs) and len(outputs) + len(message.outputs) <= MAX_MERGED:
+            outputs.extend(message.outputs)
+            continue
+        if outputs:
+            yield StepOutputs(tuple(outputs))
+            outputs = []
+        yield message
+    if outputs:
+        yield StepOutputs(tuple(outputs))

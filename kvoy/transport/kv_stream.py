@@ -4,12 +4,30 @@ Decides nothing about credits, order or epochs (kvoy.core does); checks and carr
 out and what its checksum covers is in frame_wire.py.
 """
 
+import asyncio
+import itertools
+import weakref
+from collections.abc import AsyncIterator
 from typing import Protocol
 
-from kvoy.core.frames import Commit, FrameHeader, Opening, ReceiverMessage
+from kvoy.core.errors import InvalidRequest, KvoyError, Overloaded, PeerError, Unavailable
+from kvoy.core.frames import Commit, Committed, FrameHeader, Opening, ReceiverMessage, Refused
+from kvoy.transport.calls import ClientExchange, decoded
 from kvoy.transport.channels import Channels
+from kvoy.transport.codec import kv
+from kvoy.transport.codec.fields import parse
+from kvoy.transport.frame_wire import Frame, frame_to_wire, push_from_wire
 from kvoy.transport.ports import HandoffStream
-from kvoy.transport.rpc import Registration
+from kvoy.transport.rpc import Duplex, Exchange, Registration
+from kvoy.transport.streams import Outbox, race, to_the_end
+from kvoy.v1 import kv_pb2 as pb
+
+NAME = "kvoy.v1.KvIngest"
+PUSH_PATH = f"/{NAME}/Push"
+LAST_MESSAGES = (Committed, Refused)
+"""After one of these the receiver ends the stream."""
+MAX_WAITING = 1024
+"""Answers that may wait for one sender; credits keep it to a handful."""
 
 
 class IngestStream(Protocol):
@@ -40,25 +58,160 @@ class IngestHandler(Protocol):
     async def commit(self, stream: IngestStream, commit: Commit) -> None: ...
 
     async def closed(self, stream: IngestStream, reason: str) -> None:
-        """Exactly once for each stream opened; ``reason`` is empty when it ended after Committed or Refused."""
+        """Exactly once for each stream opened; ``reason`` is empty when Committed or Refused was said."""
         ...
 
 
 def ingest_service(handler: IngestHandler) -> Registration:
     """The gRPC face of ``handler``."""
-    raise NotImplementedError
+    face = _Face(handler)
+    return Registration(NAME, {"Push": Duplex(face.push)}, end_streams=face.end_streams)
+
+
+class _IngestStream:
+    """One handoff as the receiver has it."""
+
+    def __init__(self, stream: int, opening: Opening) -> None:
+        self._stream = stream
+        self._opening = opening
+        self.committing = False
+        """The sender has said all it had to say."""
+        self.said_last = False
+        """Committed or Refused was said: the receiver needs nothing more, whether or not the sender hears it."""
+        self.outbox: Outbox[ReceiverMessage] = Outbox(MAX_WAITING, _too_slow)
+
+    @property
+    def stream(self) -> int:
+        return self._stream
+
+    @property
+    def opening(self) -> Opening:
+        return self._opening
+
+    def send(self, message: ReceiverMessage) -> None:
+        self.outbox.put(message)
+        if isinstance(message, LAST_MESSAGES):
+            self.said_last = True
+            self.outbox.finish()
+
+
+class _Face:
+    """All handoffs to one decode pod."""
+
+    def __init__(self, handler: IngestHandler) -> None:
+        self._handler = handler
+        self._numbers = itertools.count(1)
+        self._streams: set[_IngestStream] = set()
+
+    def end_streams(self) -> None:
+        for stream in self._streams:
+            stream.outbox.fail(Unavailable("The decode pod is leaving.", "draining"))
+
+    async def push(self, exchange: Exchange) -> None:
+        wire = await exchange.read()
+        opening = None if wire is None else push_from_wire(wire)
+        if not isinstance(opening, Opening):
+            raise InvalidRequest("A handoff must begin with its opening.", "opening")
+        stream = _IngestStream(next(self._numbers), opening)
+        self._streams.add(stream)
+        reason = "the sender is gone"
+        try:
+            await self._handler.opened(stream)
+            await race(self._read(stream, exchange), self._write(stream, exchange), stream.outbox.failure())
+        except KvoyError as error:
+            reason = str(error)
+            raise
+        finally:
+            self._streams.discard(stream)
+            stream.outbox.finish()
+            await to_the_end(self._handler.closed(stream, "" if stream.said_last else reason))
+
+    async def _read(self, stream: _IngestStream, exchange: Exchange) -> None:
+        while (wire := await exchange.read()) is not None:
+            message = push_from_wire(wire)
+            match message:
+                case Frame(header, payload, intact):
+                    await self._handler.frame(stream, header, payload, intact)
+                case Commit():
+                    stream.committing = True
+                    await self._handler.commit(stream, message)
+                case Opening():
+                    raise InvalidRequest("A handoff has one opening, and this is its second.", "opening")
+        if not stream.committing:
+            raise PeerError("The sender ended the handoff before its commit.", "sender_lost")
+        await asyncio.Event().wait()  # the writer ends the stream, with Committed or Refused
+
+    async def _write(self, stream: _IngestStream, exchange: Exchange) -> None:
+        while messages := await stream.outbox.take():
+            for message in messages:
+                await exchange.write(kv.receiver_message_to_proto(message).SerializeToString())
+
+
+def _too_slow() -> KvoyError:
+    return Overloaded("The sender of this handoff does not read what it is told; it was cut off.", "slow_sender")
 
 
 class GrpcHandoffConnector:
     """HandoffConnector over gRPC. The caller keeps ``channels`` and closes it."""
 
     def __init__(self, channels: Channels) -> None:
-        raise NotImplementedError
+        self._channels = channels
+        self._open: weakref.WeakSet[GrpcHandoffStream] = weakref.WeakSet()
 
     async def open(self, address: str, opening: Opening, timeout_s: float) -> HandoffStream:
         """``timeout_s`` bounds the whole handoff. PeerError when nobody listens there."""
-        raise NotImplementedError
+        stream = GrpcHandoffStream(ClientExchange(self._channels.to(address), address, PUSH_PATH, timeout_s), address)
+        await stream.send_opening(opening)
+        self._open.add(stream)
+        return stream
 
     async def close(self) -> None:
         """Cuts every handoff that is still open."""
-        raise NotImplementedError
+        for stream in list(self._open):
+            await stream.close()
+
+
+class GrpcHandoffStream:
+    """The sender's end of one handoff. One task may send while another reads; cancelling either cuts the handoff."""
+
+    def __init__(self, exchange: ClientExchange, address: str) -> None:
+        self._exchange = exchange
+        self._address = address
+        self._closed = False
+
+    async def send_opening(self, opening: Opening) -> None:
+        """The first message; made by GrpcHandoffConnector.open."""
+        await self._exchange.write(pb.PushRequest(opening=kv.opening_to_proto(opening)).SerializeToString())
+
+    async def send_frame(self, header: FrameHeader, payload: memoryview) -> None:
+        """See ports.HandoffStream. Waits while the receiver does not take frames."""
+        await self._exchange.write(frame_to_wire(header, payload))
+
+    async def send_commit(self, commit: Commit) -> None:
+        """See ports.HandoffStream."""
+        await self._exchange.write(pb.PushRequest(commit=kv.commit_to_proto(commit)).SerializeToString())
+
+    async def messages(self) -> AsyncIterator[ReceiverMessage]:
+        """See ports.HandoffStream. Ends quietly after ``close``."""
+        while True:
+            try:
+                wire = await self._exchange.read()
+            except PeerError:
+                if self._closed:
+                    return
+                raise
+            if wire is None:
+                raise PeerError(f"{self._address} ended the handoff without a word.", "receiver_lost")
+            message = decoded(self._address, _receiver_message, wire)
+            yield message
+            if isinstance(message, LAST_MESSAGES):
+                return
+
+    async def close(self) -> None:
+        """See ports.HandoffStream."""
+        self._closed = True
+        self._exchange.cancel()
+
+
+def _receiver_message(wire: bytes) -> ReceiverMessage:
+    return kv.receiver_message_from_proto(parse(pb.PushResponse, wire))

@@ -3,12 +3,19 @@
 Knows nothing of scheduling. Changes with proto/kvoy/v1/prefill.proto and codec/prefill.py.
 """
 
+import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
 from kvoy.core.actions import WorkStarted
 from kvoy.core.types import PrefillReport, PrefillWork
-from kvoy.transport.rpc import Registration
+from kvoy.transport.codec import prefill as codec
+from kvoy.transport.codec.fields import parse
+from kvoy.transport.rpc import Registration, ServerStream
+from kvoy.transport.streams import closing
+from kvoy.v1 import prefill_pb2 as pb
+
+NAME = "kvoy.v1.Prefill"
 
 PrefillEvent = WorkStarted | PrefillReport
 
@@ -23,5 +30,13 @@ class PrefillHandler(Protocol):
 
 
 def prefill_service(handler: PrefillHandler) -> Registration:
-    """The gRPC face of ``handler``."""
-    raise NotImplementedError
+    """The gRPC face of ``handler``. Deadlines become absolute on this process's wall clock."""
+
+    async def run(wire: bytes, _timeout_s: float | None) -> AsyncIterator[bytes]:
+        work = codec.work_from_proto(parse(pb.RunRequest, wire), time.time())
+        events = handler.run(work)
+        async with closing(events):
+            async for event in events:
+                yield codec.prefill_event_to_proto(event).SerializeToString()
+
+    return Registration(NAME, {"Run": ServerStream(run)})
