@@ -30,6 +30,14 @@ class Brain(Protocol[Event_contra, Action_co]):
     def is_idle(self) -> bool: ...
 
 
+class Inbox(Protocol[Event_contra]):
+    """The way in, as those see it who turn what comes from outside into events."""
+
+    def post(self, event: Event_contra) -> None: ...
+
+    async def offer(self, event: Event_contra) -> None: ...
+
+
 class BrainLoop(Generic[Event, Action]):
     """``perform`` starts an action and returns at once; what comes of it is posted as an event.
 

@@ -181,8 +181,8 @@ class PodRuntime:
     async def _run_service(self, service: Service) -> None:
         try:
             await service.run()
-        except KvoyError as error:
-            service.fail(str(error))
+        except* KvoyError as failures:
+            service.fail(str(_leaves(failures)[0]))
             raise
 
     async def _drain(self) -> None:

@@ -1,0 +1,174 @@
+"""A pod with an engine: its config, its service, and the check of every request at the border.
+
+What is the same for prefill and decode pods is here; what differs is a brain, its effects and a gRPC face.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Protocol
+
+from kvoy.core.counters import DecodeCounters, PrefillCounters
+from kvoy.core.errors import InvalidRequest
+from kvoy.core.events import DrainAsked
+from kvoy.core.types import KvSpec, ModelInfo, PodLoad, Request, SamplingParams
+from kvoy.engine.messages import EngineSettings
+from kvoy.runtime.config import option
+from kvoy.runtime.engine_effects import Engine, EngineEffects
+from kvoy.runtime.pod import PodConfig
+from kvoy.telemetry.instruments import POD_TABLE, watch_pod
+from kvoy.telemetry.metrics import Instrument, Kind, Metrics
+from kvoy.transport.rpc import Registration
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePodConfig(PodConfig):
+    """What every pod with an engine can be told."""
+
+    model: str = option("smollm2-135m", "Preset, GGUF file, Hugging Face folder or hub id.")
+    dtype: str = option("bf16", "bf16 or fp32: weights, activations and KV.")
+    threads: int = option(0, "CPU threads of the engine; 0 is one for each core.")
+    pool_bytes: int = option(1 << 30, "Size of the KV pool.")
+    block_tokens: int = option(16, "Tokens of one KV block.")
+    slots: int = option(16, "Places in the staging slab.")
+    slot_bytes: int = option(0, "Bytes of one place; 0 is the smallest multiple of a block of at least 2 MiB.")
+    context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.")
+    chunk_tokens: int = option(512, "Prompt tokens that one engine step may prefill.")
+
+    @property
+    def engine(self) -> EngineSettings:
+        return EngineSettings(
+            model=self.model,
+            dtype=self.dtype,
+            block_tokens=self.block_tokens,
+            pool_bytes=self.pool_bytes,
+            slot_bytes=self.slot_bytes,
+            slots=self.slots,
+            threads=self.threads,
+            context_tokens=self.context_tokens,
+        )
+
+
+def check_request(request: Request, model: ModelInfo) -> None:
+    """Raises InvalidRequest for what this model cannot serve, whoever sent it: a bad id would crash the engine."""
+    if not request.token_ids:
+        raise InvalidRequest("The prompt is empty; give at least one token id.", "prompt")
+    for field, token_ids in (("prompt", request.token_ids), ("stop_token_ids", request.sampling.stop_token_ids)):
+        if not all(0 <= token_id < model.vocab_tokens for token_id in token_ids):
+            raise InvalidRequest(f"{field} holds an id that is not below {model.vocab_tokens}.", field)
+    if request.prompt_tokens >= model.context_tokens:
+        raise InvalidRequest(
+            f"The prompt has {request.prompt_tokens} tokens, but prompt and answer must fit into "
+            f"{model.context_tokens}; shorten it.",
+            "prompt",
+        )
+    _check_sampling(request.sampling)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidRequest(f"temperature must be at least 0, not {sampling.temperature}.", "temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest(f"top_p must be more than 0 and at most 1, not {sampling.top_p}.", "top_p")
+    if sampling.top_k < 0:
+        raise InvalidRequest(f"top_k must be at least 0, not {sampling.top_k}.", "top_k")
+    if sampling.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, not {sampling.max_tokens}.", "max_tokens")
+    if not 0 <= sampling.seed < 1 << 64:
+        raise InvalidRequest(f"seed must be at least 0 and below 2**64, not {sampling.seed}.", "seed")
+    if sampling.top_logprobs is not None and sampling.top_logprobs < 0:
+        raise InvalidRequest(f"top_logprobs must be at least 0, not {sampling.top_logprobs}.", "top_logprobs")
+
+
+class CountingBrain(Protocol):
+    """What a service reads of its brain."""
+
+    @property
+    def load(self) -> PodLoad: ...
+
+    @property
+    def counters(self) -> PrefillCounters | DecodeCounters: ...
+
+
+def counter_table(role: str, counters: type[PrefillCounters] | type[DecodeCounters]) -> tuple[Instrument, ...]:
+    """An instrument for each total that the brain keeps, but for those that every pod has in POD_TABLE."""
+    return tuple(
+        Instrument(f"kvoy_{role}_{name}", Kind.COUNTER, f"{role.capitalize()} pod, since its start: {_words(name)}.")
+        for name in _own_names(counters)
+    )
+
+
+def watch_engine_pod(metrics: Metrics, role: str, brain: CountingBrain, spec: KvSpec) -> None:
+    """Ties POD_TABLE and ``counter_table`` to the brain."""
+    watch_pod(metrics, lambda: brain.load, spec.block_tokens)
+    for name in _own_names(type(brain.counters)):
+        metrics.watch(f"kvoy_{role}_{name}", partial(_total, brain, name))
+
+
+def _own_names(counters: type[PrefillCounters] | type[DecodeCounters]) -> list[str]:
+    shared = {row.name.removeprefix("kvoy_") for row in POD_TABLE}
+    return [field.name for field in fields(counters) if field.name not in shared]
+
+
+def _total(brain: CountingBrain, name: str) -> float:
+    return float(getattr(brain.counters, name))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+class DrainableLoop(Protocol):
+    """A BrainLoop whose brain knows DrainAsked."""
+
+    def post(self, event: DrainAsked) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def until_idle(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineService:
+    """The Service (runtime/pod.py) of a pod with an engine. ``on_failure`` tells every waiting request."""
+
+    engine: Engine
+    brain: CountingBrain
+    loop: DrainableLoop
+    effects: EngineEffects
+    registrations: Sequence[Registration]
+    on_failure: Callable[[str], None]
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.engine.ready.model
+
+    @property
+    def kv_spec(self) -> KvSpec:
+        return self.engine.ready.kv_spec
+
+    @property
+    def load(self) -> PodLoad:
+        return self.brain.load
+
+    @property
+    def endpoints(self) -> Mapping[str, str]:
+        return {}
+
+    async def run(self) -> None:
+        """The brain and the engine's answers, until one of them breaks."""
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self.loop.run(), name="brain")
+            both.create_task(self.effects.pump(), name="engine answers")
+
+    async def drain(self) -> None:
+        self.loop.post(DrainAsked())
+        await self.loop.until_idle()
+
+    def fail(self, message: str) -> None:
+        self.on_failure(message)
+
+    async def close(self) -> None:
+        await self.engine.stop()
