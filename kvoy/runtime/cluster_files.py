@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvoy.engine.cache import default_cache_dir
+
 IN_DATA_DIR = "cluster.json"
 
 
@@ -41,14 +43,7 @@ def state_dir(environ: Mapping[str, str]) -> Path:
     """The folder of records: $XDG_RUNTIME_DIR/kvoy, else run/ in kvoy's cache folder."""
     if environ.get("XDG_RUNTIME_DIR"):
         return Path(environ["XDG_RUNTIME_DIR"]) / "kvoy"
-    return cache_dir(environ) / "run"
-
-
-def cache_dir(environ: Mapping[str, str]) -> Path:
-    """KVOY_CACHE, else kvoy/ in the user's cache folder."""
-    if environ.get("KVOY_CACHE"):
-        return Path(environ["KVOY_CACHE"])
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvoy"
+    return default_cache_dir() / "run"
 
 
 def write(record: ClusterRecord, folder: Path) -> None:

@@ -19,6 +19,9 @@ from kvoy.core.errors import KvoyError
 
 T = TypeVar("T")
 
+LAUNCHER_MARK = "LAUNCHED_BY_KVOY_PROCESS"
+"""Variable that children, and theirs, carry: the process id of the launcher. It tells what was left behind."""
+
 _TAIL_BYTES = 16_384
 _LOG_HEAD = re.compile(r"\S+Z \w+ +\S+ \S+ ")
 
@@ -106,10 +109,10 @@ class Child:
             lines = log.read().decode(errors="replace").splitlines()
         return [line for line in lines if line.strip()][-count:]
 
-    async def end(self, grace_s: float, hurry: Awaitable[None]) -> None:
-        """Asks it to stop and waits; after ``grace_s``, or when ``hurry`` is done, kills whatever is left of it."""
+    async def end(self, grace_s: float, hurry: Callable[[], Awaitable[None]]) -> None:
+        """Asks it to stop and waits; after ``grace_s``, or when ``hurry()`` is done, kills whatever is left of it."""
         ended = asyncio.ensure_future(self.ended())
-        hurried = asyncio.ensure_future(hurry)
+        hurried = asyncio.ensure_future(hurry())
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
@@ -172,7 +175,7 @@ class Kept:
 
     async def end(self, grace_s: float, hurry: Callable[[], Awaitable[None]]) -> None:
         if self.child is not None:
-            await self.child.end(grace_s, hurry())
+            await self.child.end(grace_s, hurry)
 
 
 def python(*words: str) -> tuple[str, ...]:
@@ -183,4 +186,4 @@ def python(*words: str) -> tuple[str, ...]:
 def child_environ(environ: Mapping[str, str], keep: Mapping[str, str]) -> dict[str, str]:
     """The environment of children: without kvoy's variables, but for those of ``keep``; children get flags instead."""
     passed = {name: value for name, value in environ.items() if not name.startswith("KVOY_") or name in keep}
-    return passed | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    return passed | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", LAUNCHER_MARK: str(os.getpid())}

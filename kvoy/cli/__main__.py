@@ -1,0 +1,5 @@
+"""``python -m kvoy.cli``: the same as ``kvoy``."""
+
+from kvoy.cli import main
+
+main()
