@@ -19,6 +19,10 @@ with every quirk of a file format undone (q/k rows in half-split RoPE order, "no
 
 from dataclasses import dataclass
 
+MAX_LAYERS = 1024
+MAX_HEAD_DIM = 4096
+"""No model comes near: a description that passes these is corrupt, and would exhaust memory before it is found out."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -66,3 +70,29 @@ class ModelSpec:
     """RMS norms also after attention and after the feed-forward (Gemma)."""
     tied_embeddings: bool = False
     final_logit_softcap: float | None = None
+
+
+def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of every weight of the model, in the order of a forward pass."""
+    shapes: dict[str, tuple[int, ...]] = {"embed": (spec.vocab_tokens, spec.hidden)}
+    for index in range(len(spec.layers)):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(spec).items()}
+    shapes["final_norm"] = (spec.hidden,)
+    if not spec.tied_embeddings:
+        shapes["head"] = (spec.vocab_tokens, spec.hidden)
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    q_rows, kv_rows = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (spec.hidden,)}
+    for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+        shapes[name] = (rows, spec.hidden)
+        if spec.qkv_bias:
+            shapes[f"{name}_bias"] = (rows,)
+    if spec.qk_norm:
+        shapes |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
+    shapes |= {"o": (spec.hidden, q_rows), "ffn_norm": (spec.hidden,)}
+    if spec.post_norms:
+        shapes |= {"attn_post_norm": (spec.hidden,), "ffn_post_norm": (spec.hidden,)}
+    return shapes | {"gate": (spec.ffn, spec.hidden), "up": (spec.ffn, spec.hidden), "down": (spec.hidden, spec.ffn)}

@@ -1,0 +1,145 @@
+"""Weights under canonical names, from GGUF or safetensors files, in the dtype asked for.
+
+Owns undoing what each format does to the numbers (quantisation, q/k row order, "norm + 1") and the choice between
+reading the model's own file and a converted copy in the cache. Names come from gguf_config and hf_config, the copy
+from weight_cache. Knows nothing of layers or KV.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from kvoy.core.errors import ModelError
+from kvoy.engine import gguf_config, hf_config, weight_cache
+from kvoy.engine.gguf_file import GgufFile, TensorPlace
+from kvoy.engine.models import ModelFiles, ModelKind
+from kvoy.engine.spec import ModelSpec, weight_shapes
+from kvoy.engine.weight_cache import Safetensors, Shapes, open_safetensors
+
+Source = Callable[[], torch.Tensor]
+"""Reads one weight; its dtype is still the file's (fp32 from GGUF)."""
+
+
+def load_weights(
+    files: ModelFiles, dtype: torch.dtype, progress: Callable[[str], None] | None = None
+) -> dict[str, torch.Tensor]:
+    """Every weight of kvoy.engine.spec.weight_shapes, in ``dtype``, on the CPU; the caller owns the dict.
+
+    The tensors are a private mapping of a file: pages are read when they are used. The first load of a model that
+    is not in ``dtype`` (fp32 or bf16) already converts it, one weight at a time, into the cache.
+    """
+    spec = files.spec()
+    shapes = weight_shapes(spec)
+    sources = _gguf_sources(files, spec) if files.kind is ModelKind.GGUF else _safetensors_sources(files, spec)
+    if files.kind is ModelKind.HUGGING_FACE and (weights := _as_they_are(files, sources, shapes, dtype)) is not None:
+        return weights
+    label = str(dtype).removeprefix("torch.")
+    target = files.cache_dir / "weights" / f"{files.fingerprint()}-{label}.safetensors"
+
+    def converted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in shapes.items():
+            yield name, _checked(files.path, name, sources[name](), shape).to(dtype)
+
+    return weight_cache.load_or_write(target, shapes, dtype, converted, progress or (lambda _: None))
+
+
+def _as_they_are(
+    files: ModelFiles, sources: dict[str, Source], shapes: Shapes, dtype: torch.dtype
+) -> dict[str, torch.Tensor] | None:
+    """The weights straight from the model's own files, when those are in ``dtype``."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        weight = _checked(files.path, name, sources[name](), shape)
+        if weight.dtype is not dtype:
+            return None
+        weights[name] = weight
+    return weights
+
+
+def _checked(origin: Path, name: str, weight: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(weight.shape) != shape:
+        raise ModelError(
+            f"{origin}: the weight {name} has the shape {tuple(weight.shape)}, but its description asks for {shape}; "
+            "the file does not belong to this model"
+        )
+    return weight
+
+
+def _complete(sources: dict[str, Source], spec: ModelSpec, origin: Path) -> dict[str, Source]:
+    """``sources``, unless a weight is missing or one is there that the spec has no place for."""
+    wanted = weight_shapes(spec).keys()
+    if missing := sorted(wanted - sources.keys()):
+        raise ModelError(f"{origin} lacks {len(missing)} weights, the first is {missing[0]}; fetch the model again")
+    if extra := sorted(sources.keys() - wanted):
+        raise ModelError(f"{origin} has {len(extra)} weights that its description has no place for: {extra[0]}, …")
+    return sources
+
+
+def _gguf_sources(files: ModelFiles, spec: ModelSpec) -> dict[str, Source]:
+    file = GgufFile(files.path)
+    heads = {"q": spec.heads, "k": spec.kv_heads, "q_bias": spec.heads, "k_bias": spec.kv_heads}
+    permuted = gguf_config.rows_are_permuted(file)
+    sources: dict[str, Source] = {}
+    for place in file.tensors.values():
+        name = gguf_config.canonical_name(place.name)
+        if name is None:
+            continue
+        row_heads = heads.get(name.rpartition(".")[2]) if permuted else None
+        sources[name] = _gguf_source(file, place, row_heads)
+    return _complete(sources, spec, files.path)
+
+
+def _gguf_source(file: GgufFile, place: TensorPlace, row_heads: int | None) -> Source:
+    """Dequantised to fp32; with ``row_heads`` the rows of each head are brought back to half-split order."""
+    from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415 - not needed once the model is in the cache
+
+    def read() -> torch.Tensor:
+        kind = GGMLQuantizationType(place.type_code)
+        raw = np.frombuffer(file.view(place), dtype=np.uint8)
+        try:
+            values = dequantize(raw.reshape(*place.shape[:-1], -1), kind)
+        except NotImplementedError:
+            raise ModelError(
+                f"{file.path}: {place.name} is of type {kind.name}, which kvoy cannot dequantise"
+            ) from None
+        # The file's own fp32 arrive as a view of the read-only mapping, which torch does not take.
+        weight = torch.from_numpy(np.require(values, np.float32, ("C", "W"))).reshape(place.shape)
+        return weight if row_heads is None else _half_split_rows(weight, row_heads)
+
+    return read
+
+
+def _half_split_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows (x0, y0, x1, y1, …) of each head, as interleaved RoPE wants them, to (x0, x1, … y0, y1, …)."""
+    if weight.shape[0] % (2 * heads):
+        return weight  # the check against the spec will say what is wrong
+    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])  # [heads, head_dim / 2, 2, in]
+    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _safetensors_sources(files: ModelFiles, spec: ModelSpec) -> dict[str, Source]:
+    sources: dict[str, Source] = {}
+    for path in files.weight_paths():
+        try:
+            shard = open_safetensors(path)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {path}: {error}; fetch the file again") from error
+        for tensor in shard.keys():  # noqa: SIM118 - it is no mapping
+            name = hf_config.canonical_name(tensor, spec)
+            if name is not None:
+                add_one = "norm" in name and hf_config.norms_lack_one(spec.family)
+                sources[name] = _safetensors_source(shard, path, tensor, add_one=add_one)
+    return _complete(sources, spec, files.path)
+
+
+def _safetensors_source(shard: Safetensors, path: Path, tensor: str, *, add_one: bool) -> Source:
+    def read() -> torch.Tensor:
+        weight = shard.get_tensor(tensor)
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            raise ModelError(f"{path}: {tensor} is {weight.dtype}; kvoy takes fp32, fp16 or bf16 weights")
+        return (weight.float() + 1).to(weight.dtype) if add_one else weight
+
+    return read
