@@ -6,7 +6,7 @@ The caller's side of rpc.py. Knows no service by name. What grpc's types cannot 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -17,8 +17,24 @@ from kvoy.transport import status
 T = TypeVar("T")
 
 
+class CallerExchange(Protocol):
+    """A stream of messages in both directions, from the caller's side. The peer's failures are KvoyErrors."""
+
+    async def read(self) -> bytes | None:
+        """The next message; None when the peer has ended the call in order."""
+        ...
+
+    async def write(self, wire: bytes) -> None:
+        """Waits until the transport has taken the message, which it does not while the peer does not read."""
+        ...
+
+    def cancel(self) -> None:
+        """End the call now; what is on its way is dropped."""
+        ...
+
+
 class ClientExchange:
-    """A stream of messages in both directions, from the caller's side.
+    """CallerExchange over gRPC.
 
     One task may read while another writes; cancelling either one ends the call (grpc.aio has it so).
     """
@@ -28,12 +44,12 @@ class ClientExchange:
         self._call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(path)(timeout=timeout_s)
 
     async def read(self) -> bytes | None:
-        """The next message; None when the peer has ended the call in order."""
+        """See CallerExchange."""
         with translated(self._address):
             return _or_none(await self._call.read())
 
     async def write(self, wire: bytes) -> None:
-        """Waits until the transport has taken the message, which it does not while the peer does not read."""
+        """See CallerExchange."""
         with translated(self._address):
             try:
                 await self._call.write(wire)
@@ -45,13 +61,8 @@ class ClientExchange:
         await self._call.read()
         raise PeerError(f"{self._address} has ended the stream.")
 
-    async def done_writing(self) -> None:
-        """Say that no more comes; reading goes on."""
-        with translated(self._address):
-            await self._call.done_writing()
-
     def cancel(self) -> None:
-        """End the call now; what is on its way is dropped."""
+        """See CallerExchange."""
         self._call.cancel()
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvoy.core.errors import InvalidRequest, KvoyError, Overloaded, PeerError, Unavailable
 from kvoy.core.frames import Commit, Committed, FrameHeader, Opening, ReceiverMessage, Refused
-from kvoy.transport.calls import ClientExchange, decoded
+from kvoy.transport.calls import CallerExchange, ClientExchange, decoded
 from kvoy.transport.channels import Channels
 from kvoy.transport.codec import kv
 from kvoy.transport.codec.fields import parse
@@ -156,11 +156,11 @@ class GrpcHandoffConnector:
 
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
-        self._open: weakref.WeakSet[GrpcHandoffStream] = weakref.WeakSet()
+        self._open: weakref.WeakSet[SenderStream] = weakref.WeakSet()
 
     async def open(self, address: str, opening: Opening, timeout_s: float) -> HandoffStream:
         """``timeout_s`` bounds the whole handoff. PeerError when nobody listens there."""
-        stream = GrpcHandoffStream(ClientExchange(self._channels.to(address), address, PUSH_PATH, timeout_s), address)
+        stream = SenderStream(ClientExchange(self._channels.to(address), address, PUSH_PATH, timeout_s), address)
         await stream.send_opening(opening)
         self._open.add(stream)
         return stream
@@ -171,16 +171,17 @@ class GrpcHandoffConnector:
             await stream.close()
 
 
-class GrpcHandoffStream:
-    """The sender's end of one handoff. One task may send while another reads; cancelling either cuts the handoff."""
+class SenderStream:
+    """The sender's end of one handoff, over any exchange. One task may send while another reads; cancelling either
+    cuts the handoff."""
 
-    def __init__(self, exchange: ClientExchange, address: str) -> None:
+    def __init__(self, exchange: CallerExchange, address: str) -> None:
         self._exchange = exchange
         self._address = address
         self._closed = False
 
     async def send_opening(self, opening: Opening) -> None:
-        """The first message; made by GrpcHandoffConnector.open."""
+        """The first message; said by the connector."""
         await self._exchange.write(pb.PushRequest(opening=kv.opening_to_proto(opening)).SerializeToString())
 
     async def send_frame(self, header: FrameHeader, payload: memoryview) -> None:
