@@ -36,8 +36,8 @@ def require_tiles(kv: Tensor) -> None:
         raise InvariantError(f"kv with strides {kv.stride()} is not made of contiguous tiles of {tile} elements")
 
 
-def require_paged(q: Tensor, kv: Tensor, block_tables: Tensor, kv_lengths: Tensor, out: Tensor) -> None:
-    """What every attention over paged KV needs: q and out [queries, heads, head dim], one table row a request."""
+def require_paged(q: Tensor, kv: Tensor, out: Tensor) -> None:
+    """What every attention over paged KV needs of q and out [queries, heads, head dim] and a layer of the pool."""
     require_tiles(kv)
     if q.dim() != 3 or q.shape[2] * 2 != kv.shape[3] or q.shape[1] % kv.shape[1]:
         raise InvariantError(f"q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}")
@@ -46,6 +46,3 @@ def require_paged(q: Tensor, kv: Tensor, block_tables: Tensor, kv_lengths: Tenso
     require_same_dtype("out", out, kv)
     require_unit_stride("q", q)
     require_unit_stride("out", out)
-    if block_tables.dim() != 2:
-        raise InvariantError(f"block_tables has {block_tables.dim()} axes, expected [requests, blocks]")
-    require_shape("kv_lengths", kv_lengths, (block_tables.shape[0],))

@@ -6,29 +6,29 @@ from kernels.checks import require_paged, require_shape
 from kernels.chunk_prefill import reference
 
 
-def chunk_prefill(
-    q: Tensor,
-    kv: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    kv_lengths: Tensor,
-    *,
-    scale: float,
-    window_tokens: int | None,
-    out: Tensor,
-) -> None:
-    """Attention of request r's queries, rows ``[query_starts[r], query_starts[r + 1])`` of q and out.
+class ChunkPrefill:
+    """Attention of the chunks of one step, in any layer.
 
-    They are the last of its ``kv_lengths[r]`` tokens, whose KV is in the pool already (kv_write comes first). A query
-    at position p sees keys at positions <= p, and > p - window_tokens when there is a window.
-
-    q, out [tokens, heads, head dim]; kv [blocks, kv heads, block tokens, k | v]; query head h uses kv head
-    h // (heads / kv heads). block_tables [requests, blocks] int32, of which row r covers kv_lengths[r] tokens (the rest
-    of the row is not read); query_starts [requests + 1] and kv_lengths [requests] int32. Nothing of a block past
-    kv_lengths[r] reaches the output, NaN included.
+    Request r's queries are rows ``[query_starts[r], query_starts[r + 1])``: the last of its ``kv_lengths[r]`` tokens,
+    whose KV is in the pool already (KvWrite comes first). block_tables [requests, blocks] int32, of which row r covers
+    kv_lengths[r] tokens (the rest of the row is not read) with blocks inside the pool (the caller's duty);
+    query_starts [requests + 1] and kv_lengths [requests] int32.
     """
-    require_paged(q, kv, block_tables, kv_lengths, out)
-    require_shape("query_starts", query_starts, (kv_lengths.shape[0] + 1,))
-    reference.chunk_prefill(
-        q, kv, block_tables, query_starts, kv_lengths, scale=scale, window_tokens=window_tokens, out=out
-    )
+
+    def __init__(self, block_tables: Tensor, query_starts: Tensor, kv_lengths: Tensor) -> None:
+        require_shape("block_tables", block_tables, (kv_lengths.shape[0], block_tables.shape[-1]))
+        require_shape("query_starts", query_starts, (kv_lengths.shape[0] + 1,))
+        self._tables = (block_tables, query_starts, kv_lengths)
+        self._plans: dict[int | None, list[reference.Chunk]] = {}
+
+    def __call__(self, q: Tensor, kv: Tensor, *, scale: float, window_tokens: int | None, out: Tensor) -> None:
+        """q, out [tokens, heads, head dim]; kv [blocks, kv heads, block tokens, k | v], a layer of the pool; query head
+        h uses kv head h // (heads / kv heads). Every call gives a layer of the same pool.
+
+        A query at position p sees keys at positions <= p, and > p - window_tokens when there is a window. Nothing of a
+        block past kv_lengths[r] reaches the output, NaN included.
+        """
+        require_paged(q, kv, out)
+        if window_tokens not in self._plans:
+            self._plans[window_tokens] = reference.plan(*self._tables, kv, window_tokens)
+        reference.run(q, kv, self._plans[window_tokens], scale, out)

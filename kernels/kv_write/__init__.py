@@ -6,17 +6,26 @@ from kernels.checks import require_same_dtype, require_shape, require_tiles, req
 from kernels.kv_write import reference
 
 
-def kv_write(k: Tensor, v: Tensor, slots: Tensor, kv: Tensor) -> None:
-    """kv[slot // block tokens, head, slot % block tokens] = k | v.
+class KvWrite:
+    """kv[slot // block tokens, head, slot % block tokens] = k | v, for the tokens of one step, in any layer.
 
-    k, v [tokens, kv heads, head dim]; slots [tokens] int64, all different and inside the pool (the caller's duty);
-    kv [blocks, kv heads, block tokens, k | v]: one layer of the pool.
+    slots [tokens] int64, all different and inside the pool (the caller's duty).
     """
-    require_tiles(kv)
-    require_shape("k", k, (slots.shape[0], kv.shape[1], kv.shape[3] // 2))
-    require_shape("v", v, tuple(k.shape))
-    require_same_dtype("k", k, kv)
-    require_same_dtype("v", v, kv)
-    require_unit_stride("k", k)
-    require_unit_stride("v", v)
-    reference.kv_write(k, v, slots, kv)
+
+    def __init__(self, slots: Tensor) -> None:
+        self._slots = slots
+        self._rows: Tensor | None = None
+
+    def __call__(self, k: Tensor, v: Tensor, kv: Tensor) -> None:
+        """Write k, v [tokens, kv heads, head dim] to kv [blocks, kv heads, block tokens, k | v], a layer of the pool;
+        every call gives a layer of the same pool."""
+        require_tiles(kv)
+        require_shape("k", k, (self._slots.shape[0], kv.shape[1], kv.shape[3] // 2))
+        require_shape("v", v, tuple(k.shape))
+        require_same_dtype("k", k, kv)
+        require_same_dtype("v", v, kv)
+        require_unit_stride("k", k)
+        require_unit_stride("v", v)
+        if self._rows is None:
+            self._rows = reference.plan(self._slots, kv)
+        reference.run(k, v, self._rows, kv)

@@ -6,24 +6,28 @@ from kernels.checks import require_paged, require_shape
 from kernels.paged_decode import reference
 
 
-def paged_decode(
-    q: Tensor,
-    kv: Tensor,
-    block_tables: Tensor,
-    kv_lengths: Tensor,
-    *,
-    scale: float,
-    window_tokens: int | None,
-    out: Tensor,
-) -> None:
-    """Request r's one query, at position ``kv_lengths[r] - 1``, over its ``kv_lengths[r]`` >= 1 tokens, of which it
-    sees the last ``window_tokens`` when there is a window. Its own KV is in the pool already (kv_write comes first).
+class PagedDecode:
+    """Attention of the decode rows of one step, in any layer.
 
-    q, out [requests, heads, head dim]; kv [blocks, kv heads, block tokens, k | v]; query head h uses kv head
-    h // (heads / kv heads). block_tables [requests, blocks] int32, of which row r covers kv_lengths[r] tokens (the rest
-    of the row is not read); kv_lengths [requests] int32. Nothing of a block past kv_lengths[r] reaches the output, NaN
-    included. A row alone gives the same bits as in any batch.
+    Row r is one query at position ``kv_lengths[r] - 1``; the KV of its ``kv_lengths[r]`` >= 1 tokens is in the pool
+    already (KvWrite comes first). block_tables [rows, blocks] int32, of which row r covers kv_lengths[r] tokens (the
+    rest of the row is not read) with blocks inside the pool (the caller's duty); kv_lengths [rows] int32.
     """
-    require_paged(q, kv, block_tables, kv_lengths, out)
-    require_shape("kv_lengths", kv_lengths, (q.shape[0],))
-    reference.paged_decode(q, kv, block_tables, kv_lengths, scale=scale, window_tokens=window_tokens, out=out)
+
+    def __init__(self, block_tables: Tensor, kv_lengths: Tensor) -> None:
+        require_shape("block_tables", block_tables, (kv_lengths.shape[0], block_tables.shape[-1]))
+        self._tables = (block_tables, kv_lengths)
+        self._plans: dict[int | None, list[reference.Group]] = {}
+
+    def __call__(self, q: Tensor, kv: Tensor, *, scale: float, window_tokens: int | None, out: Tensor) -> None:
+        """q, out [rows, heads, head dim]; kv [blocks, kv heads, block tokens, k | v], a layer of the pool; query head h
+        uses kv head h // (heads / kv heads). Every call gives a layer of the same pool.
+
+        A row sees its last ``window_tokens`` tokens, or all when there is no window. Nothing of a block past
+        kv_lengths[r] reaches the output, NaN included. A row alone gives the same bits as in any batch.
+        """
+        require_paged(q, kv, out)
+        require_shape("q", q, (self._tables[1].shape[0], *q.shape[1:]))
+        if window_tokens not in self._plans:
+            self._plans[window_tokens] = reference.plan(*self._tables, kv, window_tokens)
+        reference.run(q, kv, self._plans[window_tokens], scale, out)

@@ -31,8 +31,15 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """While the worker starts, before Ready or Failed: a line for a person about what takes long."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker's first message: the model is loaded and warm."""
+    """The worker's first answer: the model is loaded and warm."""
 
     model: ModelInfo
     kv_spec: KvSpec
@@ -98,9 +105,11 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker cannot go on (at start: the model cannot be loaded) and exits 1; one sentence for a person."""
+    """The worker cannot go on (at start: the model cannot be loaded) and exits 1; one sentence for a person.
+    ``is_model_error``: what must be mended is the model or a setting, not this program."""
 
     message: str
+    is_model_error: bool = False
 
 
 Answer = Ready | StepDone | Exported | Imported | Failed

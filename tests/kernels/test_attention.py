@@ -1,10 +1,10 @@
-"""chunk_prefill and paged_decode against naive float64 attention, on shuffled blocks with NaN all around."""
+"""ChunkPrefill and PagedDecode against naive float64 attention, on shuffled blocks with NaN all around."""
 
 import pytest
 import torch
 
-from kernels.chunk_prefill import chunk_prefill
-from kernels.paged_decode import paged_decode
+from kernels.chunk_prefill import ChunkPrefill
+from kernels.paged_decode import PagedDecode
 from kvoy.core.errors import InvariantError
 from tests.kernels.paged_case import BLOCK_TOKENS, HEAD_DIM, HEADS, SCALE, Guarded, PagedCase, tolerance
 
@@ -20,15 +20,8 @@ def _fixed_seed():
 
 def decode(case: PagedCase, q: torch.Tensor, window_tokens: int | None, rows: slice = slice(None)) -> torch.Tensor:
     guarded = Guarded(tuple(q[rows].shape), q.dtype)
-    paged_decode(
-        q[rows],
-        case.kv,
-        case.tables[rows],
-        case.kv_lengths[rows],
-        scale=SCALE,
-        window_tokens=window_tokens,
-        out=guarded.out,
-    )
+    op = PagedDecode(case.tables[rows], case.kv_lengths[rows])
+    op(q[rows], case.kv, scale=SCALE, window_tokens=window_tokens, out=guarded.out)
     return guarded.check()
 
 
@@ -38,9 +31,8 @@ def prefill(
     guarded = Guarded(tuple(q.shape), q.dtype)
     starts = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
     kv_lengths = case.kv_lengths if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    chunk_prefill(
-        q, case.kv, case.tables, starts, kv_lengths, scale=SCALE, window_tokens=window_tokens, out=guarded.out
-    )
+    op = ChunkPrefill(case.tables, starts, kv_lengths)
+    op(q, case.kv, scale=SCALE, window_tokens=window_tokens, out=guarded.out)
     return guarded.check()
 
 
@@ -94,28 +86,41 @@ def test_chunks_add_up_to_the_whole(chunk, window_tokens):
         torch.testing.assert_close(part, whole[start:end], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("window_tokens", [None, 5])
+def test_one_op_serves_every_layer_of_a_step(window_tokens):
+    case = PagedCase([5, 30, 12], torch.float32)
+    case.pool[:, 2] = case.kv
+    q, starts = torch.randn(3, HEADS, HEAD_DIM), torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    decode_op = PagedDecode(case.tables, case.kv_lengths)
+    prefill_op = ChunkPrefill(case.tables, starts, case.kv_lengths)
+    for op in (decode_op, prefill_op):
+        outs = [Guarded(tuple(q.shape), q.dtype) for _ in range(3)]
+        op(q, case.pool[:, 1], scale=SCALE, window_tokens=window_tokens, out=outs[0].out)
+        op(q, case.pool[:, 1], scale=SCALE, window_tokens=1, out=outs[1].out)
+        op(q, case.pool[:, 2], scale=SCALE, window_tokens=window_tokens, out=outs[2].out)
+        assert torch.equal(outs[0].check(), outs[2].check())
+        assert not torch.equal(outs[0].out, outs[1].check())
+
+
 def test_shapes_that_do_not_fit_are_refused_before_anything_is_written():
     case = PagedCase([5, 6], torch.float32)
-    out = torch.full((2, HEADS, HEAD_DIM), float("nan"))
+    q, out = torch.randn(2, HEADS, HEAD_DIM), torch.full((2, HEADS, HEAD_DIM), float("nan"))
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    ops = [PagedDecode(case.tables, case.kv_lengths), ChunkPrefill(case.tables, starts, case.kv_lengths)]
     wrong = [
-        {"q": torch.randn(2, HEADS - 1, HEAD_DIM)},
-        {"q": torch.randn(3, HEADS, HEAD_DIM)},
-        {"q": torch.randn(2, HEADS, HEAD_DIM).bfloat16()},
-        {"kv": case.kv.transpose(1, 2)},
-        {"kv": case.kv[..., ::2]},
-        {"block_tables": case.tables[:1]},
-        {"kv_lengths": case.kv_lengths[:1]},
+        (torch.randn(2, HEADS - 1, HEAD_DIM), case.kv),
+        (torch.randn(3, HEADS, HEAD_DIM), case.kv),
+        (q.bfloat16(), case.kv),
+        (q, case.kv.transpose(1, 2)),
+        (q, case.kv[..., ::2]),
+        (q, case.pool),
     ]
-    for change in wrong:
-        arguments = {
-            "q": torch.randn(2, HEADS, HEAD_DIM),
-            "kv": case.kv,
-            "block_tables": case.tables,
-            "kv_lengths": case.kv_lengths,
-        } | change
-        with pytest.raises(InvariantError):
-            paged_decode(**arguments, scale=SCALE, window_tokens=None, out=out)
-        arguments["query_starts"] = torch.tensor([0, 1, 2], dtype=torch.int32)
-        with pytest.raises(InvariantError):
-            chunk_prefill(**arguments, scale=SCALE, window_tokens=None, out=out)
+    for op in ops:
+        for wrong_q, wrong_kv in wrong:
+            with pytest.raises(InvariantError):
+                op(wrong_q, wrong_kv, scale=SCALE, window_tokens=None, out=out)
+    with pytest.raises(InvariantError):
+        PagedDecode(case.tables[:1], case.kv_lengths)
+    with pytest.raises(InvariantError):
+        ChunkPrefill(case.tables, starts[:2], case.kv_lengths)
     assert out.isnan().all()

@@ -1,10 +1,10 @@
-"""kv_write, kv_pack, kv_unpack: every bit where it belongs and nowhere else."""
+"""KvWrite, kv_pack, kv_unpack: every bit where it belongs and nowhere else."""
 
 import pytest
 import torch
 
 from kernels.kv_pack import kv_pack, kv_unpack
-from kernels.kv_write import kv_write
+from kernels.kv_write import KvWrite
 from kvoy.core.errors import InvariantError
 from tests.kernels.paged_case import BLOCK_TOKENS, HEAD_DIM, KV_HEADS, poisoned_pool
 
@@ -40,12 +40,14 @@ def test_write_puts_each_token_in_its_slot_and_touches_nothing_else(dtype, order
     pool = random_bits(poisoned_pool(BLOCKS, LAYERS, dtype, order))
     expected = pool.clone()
     slots = torch.randperm(BLOCKS * BLOCK_TOKENS)[:11]
-    qkv = torch.randn(11, 3 * KV_HEADS, HEAD_DIM).to(dtype)
-    k, v = qkv[:, KV_HEADS : 2 * KV_HEADS], qkv[:, 2 * KV_HEADS :]
-    for token, slot in enumerate(slots.tolist()):
-        place = expected[slot // BLOCK_TOKENS, 1, :, slot % BLOCK_TOKENS]
-        place[:, :HEAD_DIM], place[:, HEAD_DIM:] = k[token], v[token]
-    kv_write(k, v, slots, pool[:, 1])
+    write = KvWrite(slots)
+    for layer in (1, 0):
+        qkv = torch.randn(11, 3 * KV_HEADS, HEAD_DIM).to(dtype)
+        k, v = qkv[:, KV_HEADS : 2 * KV_HEADS], qkv[:, 2 * KV_HEADS :]
+        for token, slot in enumerate(slots.tolist()):
+            place = expected[slot // BLOCK_TOKENS, layer, :, slot % BLOCK_TOKENS]
+            place[:, :HEAD_DIM], place[:, HEAD_DIM:] = k[token], v[token]
+        write(k, v, pool[:, layer])
     assert torch.equal(bits(pool), bits(expected))
 
 
@@ -55,7 +57,7 @@ def test_write_refuses_shapes_that_do_not_fit():
     slots = torch.tensor([0, 1])
     for wrong_k, wrong_slots in ((k[:, :1], slots), (k[..., ::2], slots), (k.bfloat16(), slots), (k, slots[:1])):
         with pytest.raises(InvariantError):
-            kv_write(wrong_k, k, wrong_slots, pool[:, 0])
+            KvWrite(wrong_slots)(wrong_k, k, pool[:, 0])
     assert pool.isnan().all()
 
 
