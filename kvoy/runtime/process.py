@@ -11,9 +11,10 @@ import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from kvoy.core.errors import KvoyError
 
@@ -45,23 +46,37 @@ class Command:
 class Child:
     """One running process. Made by ``start``; ``end`` must be called in the end, also when it has died by itself."""
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, command: Command, process: asyncio.subprocess.Process, said: asyncio.StreamReader, pipes: ExitStack
+    ) -> None:
         self.command = command
         self._process = process
+        self._said = said
+        self._pipes = pipes
 
     @classmethod
     async def start(cls, command: Command) -> "Child":
-        with contextlib.ExitStack() as stack:
-            log = stack.enter_context(command.log_path.open("ab")) if command.log_path else None
+        with ExitStack() as pipes:
+            # asyncio's own pipes would hide the end of a process whose children still hold them.
+            child_stdin, _stdin = _pipe(pipes)
+            stdout, child_stdout = _pipe(pipes)
+            log = pipes.enter_context(command.log_path.open("ab")) if command.log_path else None
+            said = asyncio.StreamReader()
+            reading, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(said), stdout
+            )
+            pipes.callback(reading.close)
             process = await asyncio.create_subprocess_exec(
                 *command.argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE if command.prints_ready else log,
+                stdin=child_stdin,
+                stdout=child_stdout if command.prints_ready else log,
                 stderr=log,
                 env=dict(command.env),
                 start_new_session=True,  # a Ctrl-C at the terminal is for the launcher alone
             )
-        return cls(command, process)
+            child_stdin.close()
+            child_stdout.close()
+            return cls(command, process, said, pipes.pop_all())
 
     @property
     def pid(self) -> int:
@@ -73,8 +88,7 @@ class Child:
 
     async def ready_line(self) -> dict[str, str]:
         """The words of the line ``ready name=value …``. Ends only with that line: race it against ``ended``."""
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        async for line in self._said:
             first, *words = line.decode(errors="replace").split()
             if first == "ready":
                 return dict(word.split("=", 1) for word in words)
@@ -119,15 +133,14 @@ class Child:
             await asyncio.wait({ended, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             hurried.cancel()
-            self.kill()
+            self.bury()
         await ended
-        assert self._process.stdin is not None
-        self._process.stdin.close()
 
-    def kill(self) -> None:
-        """Kills the process and everything in its group, at once."""
+    def bury(self) -> None:
+        """Kills whatever is left in the process's group, and closes our ends of its pipes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+        self._pipes.close()
 
 
 class Kept:
@@ -163,7 +176,7 @@ class Kept:
             status = await self.child.ended()
             pause_s = self.FIRST_PAUSE_S if clock() - started_at > self.STEADY_S else pause_s
             self._say(f"{self.child.command.name} ended with status {status}; starting it again in {pause_s:g} s.")
-            self.child.kill()  # what it started may still be there
+            self.child.bury()  # what it started may still be there
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self.LONGEST_PAUSE_S)
             try:
@@ -171,11 +184,17 @@ class Kept:
                 self._say(f"{self.child.command.name} is back.")
             except (StartFailed, OSError) as error:
                 self._say(str(error))
-                self.child.kill()
+                self.child.bury()
 
     async def end(self, grace_s: float, hurry: Callable[[], Awaitable[None]]) -> None:
         if self.child is not None:
             await self.child.end(grace_s, hurry)
+
+
+def _pipe(stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
+    """The ends of a pipe, to read from and to write to."""
+    read, write = os.pipe()
+    return stack.enter_context(os.fdopen(read, "rb", 0)), stack.enter_context(os.fdopen(write, "wb", 0))
 
 
 def python(*words: str) -> tuple[str, ...]:

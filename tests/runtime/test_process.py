@@ -207,5 +207,5 @@ def test_without_the_kernels_tether_the_end_of_input_stops_the_program():
 def test_a_log_that_is_long_is_read_from_its_end(tmp_path):
     log = Path(tmp_path) / "log"
     log.write_text("x" * 100 + "\n" + "line\n" * 10_000 + "\n\nlast\n\n")
-    child = Child(Command("c", (), {}, log), None)
+    child = Child(Command("c", (), {}, log), None, None, None)
     assert child.log_lines(2) == ["line", "last"]
