@@ -57,16 +57,26 @@ PRESETS = {
 }
 
 
+def cached(preset: Preset, cache_dir: Path) -> Path | None:
+    """The preset's file if it is in the cache."""
+    target = _target(preset, cache_dir)
+    return target if _is_whole(target, preset) else None
+
+
 def fetch(preset: Preset, cache_dir: Path, progress: Callable[[str], None]) -> Path:
     """The preset's file in the cache, downloaded if it is not there. One process downloads, others wait for it."""
-    with cache_folder(cache_dir / "models" / preset.name) as folder:
-        target = folder / preset.file_name
+    target = _target(preset, cache_dir)
+    with cache_folder(target.parent):
         if _is_whole(target, preset):
             return target
         with locked(target):
             if not _is_whole(target, preset):
                 _download(preset, target, progress)
     return target
+
+
+def _target(preset: Preset, cache_dir: Path) -> Path:
+    return cache_dir / "models" / preset.name / preset.file_name
 
 
 def _is_whole(path: Path, preset: Preset) -> bool:
