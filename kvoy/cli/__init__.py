@@ -11,7 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 from kvoy.cli import demo, doctor, generate, models, pods, up
-from kvoy.cli.words import complain
+from kvoy.cli.words import AlreadySaid, complain
 from kvoy.core.errors import KvoyError
 from kvoy.runtime.config import check_environ
 
@@ -38,8 +38,11 @@ def main() -> None:
     except typer.Exit as left:
         status = left.exit_code
     except TyperException as mistake:
-        complain(f"{mistake.format_message().rstrip('.')}; see kvoy {_command(words)}--help.")
+        said = mistake.format_message().rstrip(".")
+        complain(f"{said} See" if said.endswith("?") else f"{said}; see", f"kvoy {_command(words)}--help.")
         status = mistake.exit_code
+    except AlreadySaid:
+        status = 1
     except KvoyError as error:
         complain(str(error))
         status = 1

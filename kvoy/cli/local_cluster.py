@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvoy.cli.words import say
+from kvoy.cli.words import AlreadySaid, say
 from kvoy.core.errors import ConfigError
 from kvoy.runtime import cluster_files
 from kvoy.runtime.cluster import Cluster, ClusterPlan, Endpoints
 from kvoy.runtime.config import SHARED_VARIABLES
-from kvoy.runtime.process import Child, Command, StartFailed, child_environ, python
+from kvoy.runtime.process import Child, Command, child_environ, python
 from kvoy.runtime.stopping import StopSignal, stop_on_signals
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ async def _fetch_model(model: str, stop: StopSignal) -> None:
     child = await Child.start(Command("models pull", words, child_environ(os.environ, SHARED_VARIABLES), None))
     try:
         if await child.until(child.ended(), _FETCH_S) != 0:
-            raise StartFailed(f"The model {model} is needed first, and cannot be had for the reason above.")
+            raise AlreadySaid
     finally:
         await child.end(_STOP_S, stop.hurried)
 

@@ -13,9 +13,13 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def complain(sentence: str) -> None:
+class AlreadySaid(Exception):
+    """Ends a command that failed and has told the person why."""
+
+
+def complain(*parts: str) -> None:
     """A mistake, as one line that ends like a sentence."""
-    words = " ".join(sentence.split())
+    words = " ".join(" ".join(parts).split())
     say(words if words.endswith((".", "!", "?")) else words + ".")
 
 
