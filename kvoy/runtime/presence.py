@@ -45,12 +45,12 @@ class Outage:
 
 
 async def next_generation(directory: Directory, pod_id: str) -> int:
-    """The directory's number for this start of the pod; from the clock if the directory is away."""
+    """The directory's number for this start of the pod; while that is away, the clock's, which it counts like."""
     try:
         return await directory.next_generation(pod_id)
     except PeerError as error:
         log.warning("the directory is away; this start is numbered by the clock", extra=about(why=error))
-        return int(time.time())
+        return int(time.time() * 1000)
 
 
 class Presence:
@@ -60,7 +60,9 @@ class Presence:
         self._directory = directory
         self._bus = bus
         self._describe = describe
-        self._outages = Outage("the directory"), Outage("the event bus")
+        self._directory_outage = Outage("the directory")
+        self._first_bus_outage: Outage | None = Outage("the event bus")
+        """Until the bus has been there once; later outages are said by the bus itself."""
         self._changed = asyncio.Event()
         self._events: deque[BlockEvent] = deque(maxlen=_EVENTS_KEPT)
         self._has_events = asyncio.Event()
@@ -84,8 +86,12 @@ class Presence:
 
     async def beat(self) -> None:
         """Register and tell the load, about once a second, until cancelled."""
+        me = asyncio.current_task()
         while True:
             await self.refresh()
+            if me is not None and me.cancelling():
+                # Clients that wait with asyncio.wait_for lose a cancellation that comes with the answer (Python 3.11).
+                raise asyncio.CancelledError
             try:
                 async with asyncio.timeout(BEAT_S):
                     await self._changed.wait()
@@ -96,20 +102,25 @@ class Presence:
         """One beat."""
         self._changed.clear()
         pod = self._describe()
-        directory_outage, bus_outage = self._outages
         try:
             await self._directory.register(pod, TTL_S)
             self.peers = tuple(await self._directory.list_pods())
-            directory_outage.is_back()
+            self._directory_outage.is_back()
         except PeerError as error:
-            directory_outage.is_away(str(error))
+            self._directory_outage.is_away(str(error))
         await self._bus.publish(
             load_subject(pod.pod_id), load_event_to_bytes(LoadEvent(pod.pod_id, pod.generation, pod.load))
         )
+        self._look_at_bus()
+
+    def _look_at_bus(self) -> None:
+        if self._first_bus_outage is None:
+            return
         if self._bus.connected:
-            bus_outage.is_back()
+            self._first_bus_outage.is_back()
+            self._first_bus_outage = None
         else:
-            bus_outage.is_away("not connected")
+            self._first_bus_outage.is_away("it has not answered yet")
 
     async def publish_blocks(self) -> None:
         """Send what was announced, in order, until cancelled."""
