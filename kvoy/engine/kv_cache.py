@@ -1,0 +1,103 @@
+"""The paged KV pool: one tensor of blocks, its layout, and the copies between it and staging slots.
+
+Which block belongs to whom is the brain's affair (kvoy.core.block_pool); here a block is a number. The layout is
+also the wire's (KvSpec): change the two together.
+"""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.kv_pack import kv_pack, kv_unpack
+from kvoy.core.errors import ConfigError, InvariantError
+from kvoy.core.types import KvDtype, KvSpec
+from kvoy.engine.messages import ExportBlocks, ImportBlocks
+
+TORCH_DTYPES = {KvDtype.FP32: torch.float32, KvDtype.BF16: torch.bfloat16, KvDtype.FP16: torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Where an element of the pool is: axes [block, layer, kv head, token, k | v], the last one contiguous.
+
+    ::
+
+        block 0                                            block 1
+        +----------------------------------------------+---+----------- ...
+        | layer 0            | layer 1            | ...|   |
+        | head 0 | head 1 |..|                    |    |   |
+        +----------------------------------------------+---+----------- ...
+          head = a tile of block_tokens rows, each head_dim of k, then head_dim of v
+
+    The block is outermost, so a block is one run of bytes, and so is a layer of it: what a frame carries.
+    """
+
+    spec: KvSpec
+    blocks: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        spec = self.spec
+        return (self.blocks, spec.layers, spec.kv_heads, spec.block_tokens, 2 * spec.head_dim)
+
+    @property
+    def strides(self) -> tuple[int, int, int, int, int]:
+        """In elements."""
+        _, layers, heads, tokens, width = self.shape
+        return (layers * heads * tokens * width, heads * tokens * width, tokens * width, width, 1)
+
+
+class KvPool:
+    """Owns the pool's memory. Zeros at first, and a page costs memory only once something is written to it."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        self.layout = layout
+        memory = mmap.mmap(-1, layout.blocks * layout.spec.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        elements = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.spec.dtype])
+        self._pool = elements.as_strided(layout.shape, layout.strides)
+        self._layers = self._pool.unbind(1)
+
+    def layer(self, index: int) -> Tensor:
+        """[blocks, kv heads, block tokens, k | v], a view."""
+        return self._layers[index]
+
+    def export_blocks(self, order: ExportBlocks, slot: memoryview) -> None:
+        """Pool blocks into a slot. InvariantError, before a byte is written, when the order does not fit."""
+        wire = self._wire(order.blocks, order.first_layer, order.layers, slot)
+        if not 0 <= order.valid_tokens <= len(order.blocks) * self.layout.spec.block_tokens:
+            raise InvariantError(f"{order.valid_tokens} valid tokens in {len(order.blocks)} blocks")
+        kv_pack(self._pool, torch.tensor(order.blocks), order.first_layer, order.valid_tokens, wire)
+
+    def import_blocks(self, order: ImportBlocks, slot: memoryview) -> None:
+        """A slot into pool blocks. InvariantError, before a byte is written, when the order does not fit."""
+        wire = self._wire(order.blocks, order.first_layer, order.layers, slot)
+        if len(set(order.blocks)) < len(order.blocks):
+            raise InvariantError(f"blocks {order.blocks} to import are not all different")
+        kv_unpack(wire, torch.tensor(order.blocks), order.first_layer, self._pool)
+
+    def _wire(self, blocks: Sequence[int], first_layer: int, layers: int, slot: memoryview) -> Tensor:
+        """The slot's leading bytes as [blocks, layers, kv heads, block tokens, k | v]."""
+        spec = self.layout.spec
+        if not blocks or min(blocks) < 0 or max(blocks) >= self.layout.blocks:
+            raise InvariantError(f"blocks {tuple(blocks)} are not in a pool of {self.layout.blocks}")
+        if first_layer < 0 or layers < 1 or first_layer + layers > spec.layers:
+            raise InvariantError(f"layers [{first_layer}, {first_layer + layers}) are not in a model of {spec.layers}")
+        wire_bytes = len(blocks) * layers * spec.layer_bytes
+        if wire_bytes > len(slot):
+            raise InvariantError(f"{wire_bytes} bytes do not fit a slot of {len(slot)}")
+        elements = torch.frombuffer(slot, dtype=TORCH_DTYPES[spec.dtype], count=wire_bytes // spec.dtype.item_bytes)
+        return elements.view(len(blocks), layers, *self.layout.shape[2:])
+
+
+def blocks_in(pool_bytes: int, spec: KvSpec) -> int:
+    """How many blocks ``pool_bytes`` hold; ConfigError when not even one."""
+    blocks = pool_bytes // spec.block_bytes
+    if blocks < 1:
+        raise ConfigError(
+            f"pool_bytes of {pool_bytes} hold no KV block: one of {spec.block_tokens} tokens takes {spec.block_bytes} "
+            "bytes with this model; raise pool_bytes or lower block_tokens"
+        )
+    return blocks

@@ -1,0 +1,88 @@
+"""The engine worker process: ``python -m kvoy.engine.worker SOCKET_FD SLAB_FD``, started by runtime/engine_client.py.
+
+Owns what makes it a good child: it lives no longer than its parent, whatever either is doing, leaves interrupts from
+the terminal to the parent, and says in one sentence why it failed. What an order means is engine.py's affair.
+"""
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+
+from kvoy.core.errors import ConfigError, KvoyError
+from kvoy.engine.channel import BlockingChannel
+from kvoy.engine.messages import EngineSettings, ExportBlocks, Failed, ImportBlocks, Progress, RunStep, Stop
+
+logger = logging.getLogger("kvoy.engine.worker")
+
+
+class ParentWatch:
+    """Ends this process as soon as the other end of the socket is closed, also amid a long step or a download.
+
+    ``exit_code`` is what it then ends with: 0, or 1 once the worker has failed.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.exit_code = 0
+        self._poll = select.poll()
+        self._poll.register(sock, 0)  # hang-up and error are always reported; nothing else is asked for
+        threading.Thread(target=self._wait, name="parent watch", daemon=True).start()
+
+    def _wait(self) -> None:
+        self._poll.poll()
+        os._exit(self.exit_code)
+
+
+def serve(channel: BlockingChannel, slab_fd: int) -> None:
+    """Load the model, then obey until Stop or until the parent is gone."""
+    settings, *orders = channel.receive() or [Stop()]
+    if not isinstance(settings, EngineSettings):
+        return
+    from kvoy.engine.engine import Engine  # noqa: PLC0415 (torch takes seconds to import, and may fail: say so)
+
+    engine = Engine(settings, slab_fd, progress=lambda message: channel.send(Progress(message)))
+    channel.send(engine.ready)
+    while orders := orders or channel.receive():
+        for order in orders:
+            if not isinstance(order, RunStep | ExportBlocks | ImportBlocks):
+                return
+            channel.send(engine.obey(order))
+        orders = []
+
+
+def main() -> int:
+    """The exit code: 0 after Stop or when the parent is gone, 1 after a failure that the parent was told of."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    socket_fd, slab_fd = (int(argument) for argument in sys.argv[1:])
+    os.set_inheritable(socket_fd, False)
+    os.set_inheritable(slab_fd, False)
+    sock = socket.socket(fileno=socket_fd)
+    channel, watch = BlockingChannel(sock), ParentWatch(sock)
+    try:
+        serve(channel, slab_fd)
+    except BrokenPipeError:
+        return 0
+    except Exception as error:  # noqa: BLE001 (the border of the process: whatever it is, the parent is told)
+        watch.exit_code = 1
+        return _fail(channel, error)
+    return 0
+
+
+def _fail(channel: BlockingChannel, error: Exception) -> int:
+    is_config_error = isinstance(error, ConfigError)
+    if not is_config_error:
+        logger.error("the engine worker failed", exc_info=error)
+    message = str(error) if isinstance(error, KvoyError) else f"the engine worker failed: {error!r}"
+    try:
+        channel.send(Failed(message, is_config_error))
+    except OSError:
+        logger.error("and could not tell its service, which is gone")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

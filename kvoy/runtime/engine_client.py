@@ -1,0 +1,184 @@
+"""A service's end of its engine worker: start, orders out, answers in, stop.
+
+Owns the child process, the channel and the staging slab. Never imports torch and never waits for the worker in
+``send``. What the orders mean is between the brain and kvoy.engine; which are outstanding is the brain's affair.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from kvoy.core.errors import EngineError, ModelError
+from kvoy.engine.channel import AsyncChannel
+from kvoy.engine.messages import (
+    Answer,
+    EngineSettings,
+    Exported,
+    Failed,
+    Imported,
+    Order,
+    Progress,
+    Ready,
+    StepDone,
+    Stop,
+)
+from kvoy.engine.slab import Slab, nameless_file, slot_bytes
+
+STOP_GRACE_S = 3.0
+"""What the worker has to finish its orders after Stop; then it is killed."""
+
+_STDERR = 2
+
+logger = logging.getLogger("kvoy.runtime.engine_client")
+
+
+class EngineClient:
+    """One worker, running from ``start`` until ``stop`` or its death, of which ``answers`` tells."""
+
+    def __init__(self, process: Process, channel: AsyncChannel, ready: Ready, slab: Slab) -> None:
+        self.ready = ready
+        self.slab = slab
+        self._process = process
+        self._channel = channel
+        self._stopping = False
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> "EngineClient":
+        """Start a worker and wait, as long as it takes, until its model is loaded and warm; progress is logged.
+
+        ``threads`` 0 is one for each core. Raises ModelError when the model or a setting is to blame, else
+        EngineError, with the worker's sentence; nothing is left running then, or when the caller is cancelled.
+        """
+        settings = replace(settings, threads=settings.threads or _usable_cores())
+        slab_fd = nameless_file()
+        process = channel = None
+        try:
+            process, channel = await _spawn(settings, slab_fd)
+            ready = await _until_ready(process, channel, settings)
+            slab = Slab(slab_fd, settings.slots, slot_bytes(settings.slot_bytes, ready.kv_spec))
+            return cls(process, channel, ready, slab)
+        except BaseException:
+            os.close(slab_fd)
+            if channel is not None:
+                channel.close()
+            if process is not None:
+                await _kill(process)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, order: Order) -> None:
+        """Hand an order over; returns at once. EngineError when the worker is gone."""
+        if self._process.returncode is not None:
+            raise EngineError(f"the engine worker {_how_it_ended(self._process)}")
+        self._channel.send(order)
+
+    async def answers(self) -> AsyncIterator[Answer]:
+        """One answer for each order but Stop, in the order sent; for one consumer. Ends after ``stop``; raises
+        EngineError when the worker fails or dies."""
+        while messages := await self._channel.receive():
+            for message in messages:
+                yield _answer(message)
+        if not self._stopping:
+            await _reap(self._process)
+            raise EngineError(f"the engine worker {_how_it_ended(self._process)}")
+
+    async def stop(self) -> None:
+        """Let the worker finish what was ordered, for some seconds, then kill it. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        try:
+            self._channel.send(Stop())
+            await _reap(self._process)
+        finally:
+            self._channel.close()
+            self.slab.close()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+async def _spawn(settings: EngineSettings, slab_fd: int) -> tuple[Process, AsyncChannel]:
+    """The child with its ends of the channel and the slab, told its settings."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "kvoy.engine.worker",
+                str(theirs.fileno()),
+                str(slab_fd),
+                stdin=DEVNULL,
+                stdout=_STDERR,  # a service's own stdout carries its ready line and nothing else
+                env=environment,
+                pass_fds=(theirs.fileno(), slab_fd),
+            )
+        except BaseException:
+            ours.close()
+            raise
+    channel = await AsyncChannel.open(ours)
+    channel.send(settings)
+    return process, channel
+
+
+async def _until_ready(process: Process, channel: AsyncChannel, settings: EngineSettings) -> Ready:
+    while messages := await channel.receive():
+        for message in messages:
+            match message:
+                case Progress(text):
+                    logger.info("engine worker of %s: %s", settings.model, text)
+                case Failed(text, is_model_error):
+                    raise ModelError(text) if is_model_error else EngineError(text)
+                case Ready():
+                    return message
+                case _:
+                    raise EngineError(f"the engine worker said {message!r} before it was ready")
+    await _reap(process)
+    raise EngineError(f"the engine worker {_how_it_ended(process)} while it started; its log says why")
+
+
+def _answer(message: object) -> Answer:
+    match message:
+        case StepDone() | Exported() | Imported():
+            return message
+        case Failed(text):
+            raise EngineError(text)
+        case _:
+            raise EngineError(f"the engine worker said {message!r}, which is no answer")
+
+
+async def _reap(process: Process) -> None:
+    """Wait for the exit; kill the worker when it takes longer than the grace."""
+    try:
+        await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+    except TimeoutError:
+        await _kill(process)
+    except asyncio.CancelledError:
+        await _kill(process)
+        raise
+
+
+async def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def _how_it_ended(process: Process) -> str:
+    code = process.returncode
+    if code is None:
+        return "closed its channel"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
