@@ -1,0 +1,205 @@
+"""However a cluster ends, nothing of it stays: no process, no socket, no shared memory, no file."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvoy.runtime.leftovers import launched
+from tests.e2e.running import KVOY, Running, cluster, kvoy, launch, wait_ready
+from tests.helpers.processes import wait_until_gone
+
+SMALL = ("--set", "prefill.pool_bytes=64MiB", "--set", "decode.pool_bytes=64MiB")
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch) -> Path:
+    """Folders of this test's own for temporary data and for the records of clusters."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path
+
+
+def family(launcher_pid: int) -> list[int]:
+    """The launcher and everything it started, however deep."""
+    return [launcher_pid, *(process.pid for process in launched() if process.launcher_pid == launcher_pid)]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def ports(pids: list[int]) -> set[int]:
+    connections = psutil.net_connections("tcp")
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN and one.pid in pids}
+
+
+def check_nothing_left(pids: list[int], listening: set[int], shared_before: set[str], world: Path) -> None:
+    for pid in pids:
+        wait_until_gone(pid)
+    assert shared_memory() <= shared_before
+    for port in listening:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert list((world / "run").rglob("*.json")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_cleanly(world, number):
+    shared_before = shared_memory()
+    process = launch(*SMALL)
+    up = wait_ready(process)
+    pids = family(process.pid)
+    listening = ports(pids)
+    assert len(pids) == 9  # kvoy up, redis, nats, kvstore, router, two services and their two engines
+    assert len(listening) >= 7
+    assert up.stop(number) == 0
+    assert process.stdout.read() == ""
+    check_nothing_left(pids, listening, shared_before, world)
+    assert list((world / "tmp").iterdir()) == []
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(world):
+    shared_before = shared_memory()
+    process = launch(*SMALL)
+    wait_ready(process)
+    pids = family(process.pid)
+    listening = ports(pids)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    for pid in pids:
+        wait_until_gone(pid)
+    assert "no process was left behind" in kvoy("doctor", "--leaks").stdout
+    # The next command sweeps up the record and the temporary folder.
+    assert "No cluster runs" in kvoy("pods", check=False).stderr
+    check_nothing_left(pids, listening, shared_before, world)
+    assert [path.name for path in (world / "tmp").iterdir() if path.name.startswith("kvoy-")] == []
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.4, 0.8, 1.6])
+def test_a_signal_during_the_start_ends_it_cleanly(world, after_s):
+    process = launch(*SMALL)
+    time.sleep(after_s)  # wherever this finds it
+    pids = family(process.pid)
+    process.terminate()
+    out, err = process.communicate(timeout=30)
+    assert "Traceback" not in err
+    assert process.returncode in (0, -signal.SIGTERM)
+    for pid in pids:
+        wait_until_gone(pid)
+    assert "no process was left behind" in kvoy("doctor", "--leaks").stdout
+    assert out == "" or out.startswith("ready ")
+
+
+def test_a_second_signal_does_not_wait(world):
+    process = launch(*SMALL)
+    up = wait_ready(process)
+    pids = family(process.pid)
+    body = '{"text": "Once", "max_tokens": 4000, "ignore_eos": true}'
+    words = ["-plaintext", "-d", body, up.grpc, "kvoy.v1.Inference/Generate"]
+    with subprocess.Popen(
+        [Path(KVOY).with_name("grpcurl"), *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as busy:
+        assert busy.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        busy.terminate()
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_pod_or_server_that_dies_is_started_again_and_serves(world):
+    with cluster(SMALL) as up:
+        mortals = [pod["pid"] for pod in up.pods() if pod["role"] in {"prefill", "decode", "kvstore"}]
+        mortals += [process.pid for process in launched() if "redis-server" in process.command and ours(process, up)]
+        for pid in mortals:
+            os.kill(pid, signal.SIGKILL)
+            wait_for_words(up, "is back", mortals.index(pid) + 1)
+        deadline = time.monotonic() + 30
+        while (ran := kvoy("generate", "What is the capital of France?", "--grpc", up.grpc, check=False)).returncode:
+            assert time.monotonic() < deadline, ran.stderr
+        assert ran.stdout == "The capital of France is Paris.\n"
+        assert not set(mortals) & {pod["pid"] for pod in up.pods()}
+    assert any("ended with status -9" in line for line in up.said)
+
+
+def ours(process, up: Running) -> bool:
+    return process.launcher_pid == up.process.pid
+
+
+def wait_for_words(up: Running, words: str, times: int, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while sum(words in line for line in up.said) < times:
+        assert time.monotonic() < deadline, "".join(up.said)
+        time.sleep(0.01)
+
+
+def test_two_clusters_at_once_and_the_newest_is_found(world):
+    with cluster(["--single", *SMALL]) as first, cluster(["--single", *SMALL]) as second:
+        assert first.grpc != second.grpc
+        first_pids = {pod["pid"] for pod in first.pods()}
+        second_pids = {pod["pid"] for pod in second.pods()}
+        assert not first_pids & second_pids
+        found = kvoy("pods", "--json").stdout
+        assert all(f'"pid": {pid}' in found for pid in second_pids)
+        assert "Paris" in kvoy("generate", "What is the capital of France?").stdout
+        second.stop()
+        found = kvoy("pods", "--json").stdout
+        assert all(f'"pid": {pid}' in found for pid in first_pids)
+
+
+def test_a_data_folder_keeps_the_logs_and_belongs_to_one_cluster(world):
+    folder = world / "some data"
+    with cluster(["--single", "--data-dir", str(folder), *SMALL]) as up:
+        taken = kvoy("up", "--data-dir", str(folder), check=False)
+        assert taken.returncode == 1
+        assert re.fullmatch(
+            rf"kvoy: The data folder .* is in use by the cluster of process {up.process.pid}.*\n", taken.stderr
+        )
+    logs = sorted(path.name for path in (folder / "logs").iterdir())
+    assert logs == ["decode-0.log", "kvstore-0.log", "nats.log", "redis.log", "router-0.log"]
+    assert not (folder / "cluster.json").exists()
+
+
+def refusal(*words: str) -> str:
+    process = launch(*words)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert out == ""
+    assert "Traceback" not in err
+    for pid in family(process.pid):
+        wait_until_gone(pid)
+    return err.splitlines()[-1]
+
+
+def test_a_taken_port_is_said(world):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"--http {address} cannot be used" in refusal("--http", address)
+        assert f"--grpc {address} cannot be used" in refusal("--grpc", address)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--model", "no-such-model"), "there is no model 'no-such-model'"),
+        (("--set", "decode.no_such=1"), "decode-0 could not start: The option --no-such is not known here"),
+        (("--set", "prefill.chunk_tokens=0"), "prefill-0 could not start: "),
+        (("--redis-url", "redis://127.0.0.1:1/0"), "could not start: "),
+        (("--data-dir", "/proc/none"), "The data folder /proc/none cannot be used"),
+        (("--http", "nonsense"), "--http is 'nonsense', but it must be HOST:PORT"),
+    ],
+)
+def test_a_start_that_fails_says_why_in_a_sentence(world, words, sentence):
+    assert sentence in refusal(*words)
