@@ -105,7 +105,8 @@ class SendCommit:
 
 @dataclass(frozen=True, slots=True)
 class CloseHandoff:
-    """Peer: end the stream now; whatever is still on its way is void. Not answered."""
+    """Peer: end the stream now; whatever is still on its way is void. Not answered itself, but each SendFrame still
+    is (FrameSent, or one HandoffLost for all): only then is its slot free."""
 
     key: HandoffKey
 

@@ -117,14 +117,16 @@ class ReserveAsked:
 
 @dataclass(frozen=True, slots=True)
 class RenewAsked:
-    """The prefill pod of a reserved request is lost: a new epoch, keeping the blocks that came."""
+    """The prefill pod of a reserved request is lost: new epoch, keeping the blocks that came. Answered by SayReserved;
+    a request that has all it needs is not reserved again, its outputs say so."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """The router ends the request (idempotent: it may have ended already)."""
+    """The router ends the request (idempotent: it may have ended already). Answered by SayOutputs with finish CANCELLED
+    and the report, if it had not."""
 
     request_id: str
 

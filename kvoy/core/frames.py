@@ -1,7 +1,8 @@
 """What two ends of a handoff say to each other, as values (the payload bytes travel beside them).
 
-The same for every transport. Sender: Opening, then Frames, then Commit. Receiver: Welcome or Refused,
-then Acks and Nacks, then Committed. kvoy.core.handoff holds the rules; kvoy.transport the wire.
+The same for every transport. Sender: Opening, then Frames, then Commit. Receiver: Welcome (again with more credits
+while there is nothing to acknowledge) or Refused, then Acks and Nacks, then Committed. kvoy.core.handoff holds the
+rules; kvoy.transport the wire.
 """
 
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The handoff may begin with ``next_seq``; ``credits`` frames may be in flight."""
+    """The handoff may begin with ``next_seq``; ``credits`` frames may be in flight (0: wait for another Welcome)."""
 
     credits: int
     next_seq: int

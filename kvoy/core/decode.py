@@ -1,0 +1,400 @@
+"""The brain of a decode pod: who gets blocks, whose KV may come, what each step computes, when a request ends.
+
+Pure: events in, actions out. Handoffs are ingest's, steps decode_batch's, puts store_puts'; this file sequences them.
+A request is in exactly one place: the queue, the batch, or (reserved) neither. Whatever ends it goes through
+``_let_go``, which frees all it holds, once; the router hears of the end in exactly one action.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import count
+from typing import assert_never
+
+from kvoy.core.actions import Announce, DecodeAction, RunStep, SayOutputs, SayRejected, SayReserved
+from kvoy.core.block_pool import BlockPool
+from kvoy.core.counters import DecodeCounters, Tally
+from kvoy.core.deadlines import Deadlines
+from kvoy.core.decode_batch import DecodeBatch
+from kvoy.core.decode_queue import DecodeQueue
+from kvoy.core.decode_request import DecodeRequest, Phase
+from kvoy.core.errors import InvariantError
+from kvoy.core.events import (
+    CommitArrived,
+    DecodeEvent,
+    DrainAsked,
+    Exported,
+    FrameArrived,
+    HandoffLost,
+    HandoffOpened,
+    Imported,
+    RenewAsked,
+    RequestCancelled,
+    ReserveAsked,
+    StepDone,
+    StoreFetched,
+    StoreLookedUp,
+    StorePut,
+    Tick,
+)
+from kvoy.core.fit import Fit, Refusal, misfit
+from kvoy.core.handoff import FrameSize
+from kvoy.core.ingest import Ingest
+from kvoy.core.outputs import Outputs
+from kvoy.core.staging import Slots
+from kvoy.core.step import Sampled
+from kvoy.core.store_puts import StorePuts
+from kvoy.core.types import FinishReason, KvSpec, PodLoad, RejectReason, Request, Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParams:
+    """Limits and times of the decode scheduler."""
+
+    max_batch: int = 64
+    """Most decode rows of one step."""
+    chunk_tokens: int = 512
+    """Token budget of a step in which prompts are prefilled here; decode rows count."""
+    max_waiting: int = 256
+    """Requests that may wait for blocks; more are rejected as busy."""
+    lease_s: float = 30.0
+    """A reservation ends when for so long nobody has a handoff to it open."""
+    silence_s: float = 300.0
+    """A reservation ends when for so long an open handoff brings nothing. A prefill pod that is gone is seen by its
+    broken stream; this bounds one that hangs, and must outlast a long prompt in a long queue."""
+    spare_share: float = 0.01
+    """Share of the pool that admission leaves for the growth of running requests (at least a block for each)."""
+    store_backlog_blocks: int = 1024
+    """Blocks of finished requests that may wait to be put to the kvstore."""
+
+
+_RouterEvent = ReserveAsked | RenewAsked | RequestCancelled | DrainAsked | Tick
+_PeerEvent = HandoffOpened | FrameArrived | CommitArrived | HandoffLost
+
+
+class _Timer(Enum):
+    DEADLINE = "deadline"
+    LEASE = "lease"
+
+
+class DecodeBrain:
+    """``slots`` places of ``slot_bytes`` in the staging slab; ``pool_blocks`` blocks of ``spec`` in the engine."""
+
+    def __init__(  # noqa: PLR0917 - what a pod is, in the order in which its worker reports it
+        self,
+        params: DecodeParams,
+        spec: KvSpec,
+        pool_blocks: int,
+        slots: int,
+        slot_bytes: int,
+        context_tokens: int,
+        use_store: bool,
+        fingerprint: str,
+        ingest_address: str,
+    ) -> None:
+        self._params = params
+        self._spec = spec
+        self._fit = Fit(spec, fingerprint, context_tokens, pool_blocks)
+        self._ingest_address = ingest_address
+        self._pool = BlockPool(pool_blocks)
+        self._slots = Slots(slots)
+        self._tally = Tally(DecodeCounters)
+        ids = count(1)
+        size = FrameSize.fitting(spec, slot_bytes)
+        can_put = use_store and slots > 1 and size.layers == spec.layers
+        self._ingest = Ingest(self._fit, size, self._pool, self._slots, ids=ids, tally=self._tally)
+        self._puts = StorePuts(
+            spec,
+            self._pool,
+            self._slots,
+            ids,
+            self._tally,
+            blocks_per_slot=size.blocks if can_put else 0,
+            max_backlog_blocks=params.store_backlog_blocks,
+        )
+        self._queue = DecodeQueue(spec, self._pool, params.spare_share)
+        self._batch = DecodeBatch(spec, self._pool, self._tally, params.max_batch, params.chunk_tokens)
+        self._requests: dict[str, DecodeRequest] = {}
+        self._outputs = Outputs()
+        self._deadlines: Deadlines[tuple[str, _Timer]] = Deadlines()
+        self._arrivals = count(1)
+        self._leases = count(1)
+        self._is_draining = False
+
+    def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
+        """What follows from the event. ``now`` is Unix seconds."""
+        out: list[DecodeAction] = []
+        match event:
+            case ReserveAsked() | RenewAsked() | RequestCancelled() | DrainAsked() | Tick():
+                self._on_router(event, now, out)
+            case HandoffOpened() | FrameArrived() | CommitArrived() | HandoffLost():
+                self._on_peer(event, now, out)
+            case StepDone() | Imported() | Exported() | StorePut():
+                self._on_engine(event, now, out)
+            case StoreLookedUp() | StoreFetched():
+                raise InvariantError(f"{type(event).__name__} came, but a decode pod asks nothing of the kvstore")
+            case _:
+                assert_never(event)
+        self._advance(now, out)
+        return out
+
+    def next_deadline(self) -> float | None:
+        """When the brain wants a Tick, unless something else comes first."""
+        return self._deadlines.next
+
+    def check(self) -> None:
+        """Raises InvariantError unless blocks, slots, credits and requests add up."""
+        self._pool.check()
+        self._slots.check()
+        self._ingest.check()
+        held = self._ingest.slots_held | self._puts.slots_held
+        if len(held) != self._slots.used:
+            raise InvariantError(f"{self._slots.used} slots are in use, transfers account for {sorted(held)}")
+        for request in self._requests.values():
+            places = (request in self._queue, request in self._batch.running, request.held is None)
+            is_waiting = request.phase is Phase.WAITING
+            if places != (is_waiting, request.phase is Phase.RUNNING, is_waiting) or request.phase is Phase.OVER:
+                raise InvariantError(f"{request.request_id} is {request.phase.value}, but its places are {places}")
+        if not self._requests and self._pool.used and not self._ingest.slots_held:
+            raise InvariantError(f"{self._pool.used} blocks are held for nobody")
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody and nothing is under way."""
+        return not self._requests and not self._batch.is_stepping and not self._slots.used and self._puts.is_idle
+
+    @property
+    def load(self) -> PodLoad:
+        """``tokens_waiting`` are prompt tokens of requests without blocks; ``leases`` await KV from prefill pods."""
+        return PodLoad(
+            blocks_total=self._pool.total,
+            blocks_used_by_requests=self._pool.used,
+            blocks_cached=self._pool.cached,
+            slots_total=self._slots.total,
+            slots_used=self._slots.used,
+            requests_running=len(self._batch.running),
+            requests_waiting=len(self._queue),
+            tokens_waiting=self._queue.tokens,
+            leases=len(self._requests) - len(self._queue) - len(self._batch.running),
+            prefilled_tokens=self._tally.totals["prefilled_tokens"],
+            generated_tokens=self._tally.totals["generated_tokens"],
+        )
+
+    @property
+    def counters(self) -> DecodeCounters:
+        """Totals since the start."""
+        return DecodeCounters(**self._tally.totals)
+
+    def _on_router(self, event: _RouterEvent, now: float, out: list[DecodeAction]) -> None:
+        match event:
+            case ReserveAsked():
+                self._take_in(event, now, out)
+            case RenewAsked(request_id=request_id):
+                self._renew(request_id, now, out)
+            case RequestCancelled(request_id=request_id):
+                request = self._requests.get(request_id)
+                if request is None:
+                    self._tally.add("late_answers")
+                else:
+                    self._finish(request, FinishReason.CANCELLED, now, out)
+            case DrainAsked():
+                self._is_draining = True
+            case Tick():
+                while (due := self._deadlines.pop_due(now)) is not None:
+                    self._time_out(*due, out)
+
+    def _take_in(self, event: ReserveAsked, now: float, out: list[DecodeAction]) -> None:
+        self._tally.add("asked")
+        request = event.request
+        refusal = self._rejection(request, now)
+        if refusal is not None:
+            reason = RejectReason(refusal.reason)
+            self._say_rejected(event.source, request.request_id, reason, refusal.message, out)
+            return
+        waiting = DecodeRequest(
+            request, event.source, event.prefill_here, next(self._arrivals), self._spec, list(request.token_ids)
+        )
+        self._requests[request.request_id] = waiting
+        self._queue.add(waiting)
+        self._deadlines.set((request.request_id, _Timer.DEADLINE), request.deadline)
+
+    def _rejection(self, request: Request, now: float) -> Refusal | None:
+        if self._is_draining:
+            return Refusal("draining", "this pod is about to leave; ask another one")
+        if request.request_id in self._requests:
+            return Refusal("invalid", "this request id is in use here")
+        if len(self._queue) >= self._params.max_waiting:
+            return Refusal("busy", f"{len(self._queue)} requests are waiting already; try another pod")
+        return misfit(request, self._fit, request.prompt_tokens + 1, now)
+
+    def _renew(self, request_id: str, now: float, out: list[DecodeAction]) -> None:
+        """The old epoch is void at once; the new one is said when no import of the old one is under way. A request
+        that has all it needs, or waits for blocks, needs no new epoch: what it says next tells the router so."""
+        request = self._requests.get(request_id)
+        is_fed = request is not None and request.receiver is not None and request.receiver.has_all_frames
+        if request is None or request.phase is not Phase.RESERVED or is_fed:
+            self._tally.add("late_answers")
+            return
+        self._tally.add("renewals")
+        self._ingest.refuse(request, "old_epoch", out)
+        request.epoch += 1
+        request.is_renewing = True
+        request.is_opened = False
+        self._deadlines.drop((request_id, _Timer.LEASE))
+        self._say_renewed(request, now, out)
+
+    def _say_renewed(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
+        if request.is_renewing and not request.open_imports:
+            request.is_renewing = False
+            self._say_reserved(request, now, out)
+
+    def _time_out(self, request_id: str, timer: _Timer, out: list[DecodeAction]) -> None:
+        request = self._requests[request_id]
+        if timer is _Timer.DEADLINE:
+            self._reject(request, RejectReason.DEADLINE, "the deadline passed before the request ended", out)
+        else:
+            self._reject(request, RejectReason.LEASE_EXPIRED, "no KV came while the lease lasted", out)
+
+    def _on_peer(self, event: _PeerEvent, now: float, out: list[DecodeAction]) -> None:
+        match event:
+            case HandoffOpened(opening=opening, stream=stream):
+                request = self._requests.get(opening.key.request_id)
+                is_news = self._ingest.open(request, opening, stream, out)
+            case FrameArrived(header=header):
+                request = self._requests.get(header.key.request_id)
+                is_news = self._ingest.take(request, event, out)
+            case CommitArrived(commit=commit):
+                request = self._requests.get(commit.key.request_id)
+                is_news = self._ingest.commit(request, event, out)
+                self._join_if_complete(request, now, out)
+            case HandoffLost(key=key):
+                request = self._requests.get(key.request_id)
+                is_news = self._ingest.lost(key)
+        if request is not None and is_news:
+            self._extend_lease(request, now)
+
+    def _extend_lease(self, request: DecodeRequest, now: float) -> None:
+        """Its handoff opened, brought something, or ended."""
+        if request.phase is Phase.RESERVED and not request.is_renewing:
+            lease_s = self._params.lease_s if request.receiver is None else self._params.silence_s
+            self._deadlines.set((request.request_id, _Timer.LEASE), now + lease_s)
+
+    def _on_engine(self, event: StepDone | Imported | Exported | StorePut, now: float, out: list[DecodeAction]) -> None:
+        match event:
+            case StepDone(result=result):
+                for request, sampled in self._batch.finish(result):
+                    self._emit(request, sampled, now, out)
+            case Imported(transfer_id=transfer_id):
+                request = self._ingest.imported(transfer_id, out)
+                self._join_if_complete(request, now, out)
+                self._say_renewed(request, now, out)
+            case Exported(transfer_id=transfer_id):
+                self._puts.exported(transfer_id, out)
+            case StorePut(transfer_id=transfer_id):
+                self._puts.put_ended(transfer_id)
+
+    def _join_if_complete(self, request: DecodeRequest | None, now: float, out: list[DecodeAction]) -> None:
+        """The handoff's last frame is in the pool: the request decodes, its first token is known."""
+        if request is None or request.receiver is None or not request.receiver.is_complete:
+            return
+        commit = request.receiver.commit
+        if commit is None:
+            raise InvariantError(f"{request.key} is complete without a commit")
+        self._ingest.finish(request, out)
+        self._deadlines.drop((request.request_id, _Timer.LEASE))
+        request.filled_tokens = request.request.prompt_tokens
+        request.register(self._pool)
+        self._batch.join(request)
+        self._emit(request, Sampled(request.request_id, commit.first_token_id, commit.first_logprob), now, out)
+
+    def _emit(self, request: DecodeRequest, sampled: Sampled, now: float, out: list[DecodeAction]) -> None:
+        """A new token; it may be the last."""
+        if not request.output_tokens:
+            request.report = replace(request.report, committed_at=now)
+        request.tokens.append(sampled.token_id)
+        self._outputs.add(request, sampled)
+        finish = request.finish_reason(self._fit.context_tokens)
+        if finish is not None:
+            self._finish(request, finish, now, out)
+
+    def _advance(self, now: float, out: list[DecodeAction]) -> None:
+        """What follows from where things are. The step goes first: the engine should not wait for messages."""
+        self._admit(now, out)
+        self._ingest.share_spare(out)
+        if not self._ingest.has_thirst:
+            self._puts.use(self._ingest.spare_slots, out)
+        self._step(now, out)
+        out.extend(SayOutputs(source, outputs) for source, outputs in self._outputs.take())
+        stored, removed = self._pool.take_changes()
+        if stored or removed:
+            out.append(Announce(stored, removed))
+
+    def _admit(self, now: float, out: list[DecodeAction]) -> None:
+        while (hopeless := self._queue.hopeless) is not None:
+            self._finish(hopeless, FinishReason.LENGTH, now, out)
+        while (request := self._queue.admit(len(self._requests) - len(self._queue))) is not None:
+            self._place(request, now, out)
+
+    def _place(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
+        """A request that has just got blocks: to a prefill pod with it, or to work."""
+        self._tally.add("cache_hit_tokens", request.filled_tokens)
+        is_new = request.is_new
+        if request.is_local or not is_new:
+            self._batch.join(request)
+        else:
+            request.phase = Phase.RESERVED
+        if is_new:
+            request.epoch = 1
+            request.report = replace(request.report, reserved_at=now, held_tokens=request.filled_tokens)
+            self._say_reserved(request, now, out)
+
+    def _say_reserved(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
+        request.lease = f"lease-{next(self._leases)}"
+        self._extend_lease(request, now)
+        reservation = Reservation(
+            request.request_id, request.epoch, request.lease, self._ingest_address, request.whole_blocks, self._spec
+        )
+        out.append(SayReserved(request.source, reservation))
+
+    def _step(self, now: float, out: list[DecodeAction]) -> None:
+        while not self._batch.is_stepping:
+            plan, preempted = self._batch.start()
+            for victim in preempted:
+                self._queue.add(victim)
+            if plan is not None:
+                out.append(RunStep(plan))
+                return
+            exhausted = self._batch.exhausted
+            if exhausted is None:
+                return
+            self._finish(exhausted, FinishReason.LENGTH, now, out)
+
+    def _finish(self, request: DecodeRequest, reason: FinishReason, now: float, out: list[DecodeAction]) -> None:
+        self._tally.add(f"finished_{reason.value}")
+        full = request.filled_tokens // self._spec.block_tokens
+        put_before = request.report.held_tokens if request.is_local else request.request.prompt_tokens
+        self._let_go(request, reason.value, out)
+        if reason is not FinishReason.CANCELLED:
+            self._puts.offer(request.chain(full), put_before // self._spec.block_tokens)
+        request.report = replace(request.report, finished_at=now)
+        self._outputs.end(request, reason)
+
+    def _reject(self, request: DecodeRequest, reason: RejectReason, message: str, out: list[DecodeAction]) -> None:
+        self._let_go(request, reason.value, out)
+        self._say_rejected(request.source, request.request_id, reason, message, out)
+
+    def _say_rejected(
+        self, source: str, request_id: str, reason: RejectReason, message: str, out: list[DecodeAction]
+    ) -> None:
+        self._tally.add(f"rejected_{reason.value}")
+        out.append(SayRejected(source, request_id, reason, message))
+
+    def _let_go(self, request: DecodeRequest, why: str, out: list[DecodeAction]) -> None:
+        """Everything at once, but for imports under way: they keep their slot and blocks until they are over."""
+        self._ingest.refuse(request, why, out)
+        self._batch.leave(request)
+        self._queue.remove(request)
+        request.let_go(self._pool)
+        request.phase = Phase.OVER
+        del self._requests[request.request_id]
+        for timer in _Timer:
+            self._deadlines.drop((request.request_id, timer))

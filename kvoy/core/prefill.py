@@ -1,0 +1,378 @@
+"""The brain of a prefill pod: which prompt is admitted when, what each step computes, when frames leave.
+
+Pure: events in, actions out. Blocks are the pool's, frames and slots shipping's, reloads reloading's; this file only
+sequences them. Order of actions matters in one place: exports stand before the next RunStep, so that what one step
+filled is shipped while the next computes. Whatever ends a work (done, failed, cancelled, late, lost) goes through
+``_let_go``, which frees all it holds, once.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import count
+from typing import assert_never
+
+from kvoy.core.actions import (
+    Announce,
+    CloseHandoff,
+    OpenHandoff,
+    PrefillAction,
+    SendCommit,
+    WorkDone,
+    WorkFailed,
+)
+from kvoy.core.block_pool import BlockPool
+from kvoy.core.counters import PrefillCounters, Tally
+from kvoy.core.deadlines import Deadlines
+from kvoy.core.errors import InvariantError
+from kvoy.core.events import (
+    DrainAsked,
+    Exported,
+    FrameSent,
+    HandoffLost,
+    Imported,
+    PrefillEvent,
+    ReceiverSaid,
+    StepDone,
+    StoreFetched,
+    StoreLookedUp,
+    StorePut,
+    Tick,
+    WorkCancelled,
+    WorkSubmitted,
+)
+from kvoy.core.fit import Fit, Refusal, misfit
+from kvoy.core.frames import HandoffKey, Opening, ReceiverMessage
+from kvoy.core.handoff import FrameSize, HandoffState
+from kvoy.core.handoff_sender import Sender
+from kvoy.core.hashing import block_ids
+from kvoy.core.prefill_request import Phase, PrefillRequest
+from kvoy.core.prefill_steps import PrefillSteps
+from kvoy.core.reloading import Reloading
+from kvoy.core.shipping import Shipping
+from kvoy.core.staging import Slots
+from kvoy.core.types import KvSpec, PodLoad, PrefillWork
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillParams:
+    """Limits and times of the prefill scheduler."""
+
+    chunk_tokens: int = 512
+    """Most tokens of one step, over all requests; at least a block."""
+    max_queue: int = 256
+    """Works that may wait for blocks; more are refused as busy."""
+    max_admitted: int = 64
+    """Works that may hold blocks and an open handoff."""
+    silence_s: float = 60.0
+    """A decode pod that owes an answer for so long is lost."""
+    max_resends: int = 8
+    """A frame that arrives damaged more often than this ends the handoff."""
+
+
+class _Timer(Enum):
+    DEADLINE = "deadline"
+    SILENCE = "silence"
+
+
+class PrefillBrain:
+    """``slots`` places of ``slot_bytes`` in the staging slab; ``pool_blocks`` blocks of ``spec`` in the engine."""
+
+    def __init__(  # noqa: PLR0917 - what a pod is, in the order in which its worker reports it
+        self,
+        params: PrefillParams,
+        spec: KvSpec,
+        pool_blocks: int,
+        slots: int,
+        slot_bytes: int,
+        context_tokens: int,
+        use_store: bool,
+        fingerprint: str,
+    ) -> None:
+        self._params = params
+        self._spec = spec
+        self._fit = Fit(spec, fingerprint, context_tokens, pool_blocks)
+        self._frame_size = FrameSize.fitting(spec, slot_bytes)
+        self._pool = BlockPool(pool_blocks)
+        self._slots = Slots(slots)
+        self._tally = Tally(PrefillCounters)
+        ids = count(1)
+        store_blocks = self._frame_size.blocks if use_store and self._frame_size.layers == spec.layers else 0
+        self._shipping = Shipping(spec, self._slots, ids, self._tally, slots // 2 if store_blocks else 0)
+        self._reloading = Reloading(self._pool, self._slots, ids, self._tally, store_blocks)
+        self._queue: dict[str, PrefillRequest] = {}
+        self._admitted: dict[str, PrefillRequest] = {}
+        self._deadlines: Deadlines[tuple[str, _Timer]] = Deadlines()
+        self._steps = PrefillSteps(self._pool, self._tally, params.chunk_tokens, spec.block_tokens)
+        self._arrivals = count(1)
+        self._is_draining = False
+
+    def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
+        """What follows from the event. ``now`` is Unix seconds."""
+        out: list[PrefillAction] = []
+        match event:
+            case WorkSubmitted() | WorkCancelled() | DrainAsked() | Tick():
+                self._on_work(event, now, out)
+            case StepDone() | Exported() | Imported():
+                self._on_engine(event, out)
+            case StoreLookedUp() | StoreFetched() | StorePut():
+                self._on_store(event, out)
+            case ReceiverSaid() | FrameSent() | HandoffLost():
+                self._on_peer(event, now, out)
+            case _:
+                assert_never(event)
+        self._advance(now, out)
+        return out
+
+    def next_deadline(self) -> float | None:
+        """When the brain wants a Tick, unless something else comes first."""
+        return self._deadlines.next
+
+    def check(self) -> None:
+        """Raises InvariantError unless blocks, slots and requests add up."""
+        self._pool.check()
+        self._slots.check()
+        held = self._shipping.slots_held | self._reloading.slots_held
+        if len(held) != self._slots.used:
+            raise InvariantError(f"{self._slots.used} slots are in use, transfers account for {sorted(held)}")
+        if any(request.held is None or request.phase is Phase.OVER for request in self._admitted.values()):
+            raise InvariantError("an admitted request holds no blocks")
+        if any(request.held is not None for request in self._queue.values()):
+            raise InvariantError("a queued request holds blocks")
+        if not self._admitted and self._pool.used:
+            raise InvariantError(f"{self._pool.used} blocks are held for nobody")
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody and nothing is under way."""
+        waits = self._queue or self._admitted or self._slots.used
+        return not waits and self._reloading.is_idle and self._steps.is_idle
+
+    @property
+    def load(self) -> PodLoad:
+        """``tokens_waiting`` are prompt tokens that are nowhere in the pool; ``leases`` are open handoffs."""
+        works = [*self._queue.values(), *self._admitted.values()]
+        return PodLoad(
+            blocks_total=self._pool.total,
+            blocks_used_by_requests=self._pool.used,
+            blocks_cached=self._pool.cached,
+            slots_total=self._slots.total,
+            slots_used=self._slots.used,
+            requests_running=len(self._admitted),
+            requests_waiting=len(self._queue),
+            tokens_waiting=sum(request.prompt_tokens - request.filled_tokens for request in works),
+            leases=len(self._admitted),
+            prefilled_tokens=self._tally.totals["prefilled_tokens"],
+            generated_tokens=self._tally.totals["generated_tokens"],
+        )
+
+    @property
+    def counters(self) -> PrefillCounters:
+        """Totals since the start."""
+        return PrefillCounters(**self._tally.totals)
+
+    def _on_work(
+        self, event: WorkSubmitted | WorkCancelled | DrainAsked | Tick, now: float, out: list[PrefillAction]
+    ) -> None:
+        match event:
+            case WorkSubmitted(work=work):
+                self._submit(work, now, out)
+            case WorkCancelled(key=key):
+                request = self._find(key)
+                if request is not None:
+                    self._fail(request, "cancelled", "the router took the work back", out)
+            case DrainAsked():
+                self._is_draining = True
+            case Tick():
+                while (due := self._deadlines.pop_due(now)) is not None:
+                    self._time_out(*due, out)
+
+    def _submit(self, work: PrefillWork, now: float, out: list[PrefillAction]) -> None:
+        self._tally.add("submitted")
+        request, reservation = work.request, work.reservation
+        key = HandoffKey(reservation.request_id, reservation.epoch)
+        refusal = self._refusal(work, now)
+        if refusal is not None:
+            self._tally.add(f"failed_{refusal.reason}")
+            out.append(WorkFailed(key, refusal.reason, refusal.message))
+            return
+        earlier = self._known(key.request_id)
+        if earlier is not None:
+            self._fail(earlier, "cancelled", f"epoch {key.epoch} of the request has begun", out)
+        blocks = self._spec.blocks_for(request.prompt_tokens)
+        opening = Opening(key, reservation.lease, self._fit.fingerprint, self._spec)
+        sender = Sender(
+            opening, self._frame_size, reservation.held_blocks, blocks, max_resends=self._params.max_resends
+        )
+        ids = block_ids(request.token_ids, self._spec.block_tokens, self._fit.fingerprint, request.cache_salt)
+        self._queue[key.request_id] = PrefillRequest(work, next(self._arrivals), ids, sender)
+        self._deadlines.set((key.request_id, _Timer.DEADLINE), request.deadline)
+
+    def _refusal(self, work: PrefillWork, now: float) -> Refusal | None:
+        request, reservation = work.request, work.reservation
+        known = self._known(request.request_id)
+        if self._is_draining:
+            return Refusal("draining", "this pod is about to leave; send the work to another one")
+        if reservation.kv_spec != self._spec:
+            return Refusal("invalid", f"the decode pod takes KV as {reservation.kv_spec}, this pod has {self._spec}")
+        held_blocks, blocks = reservation.held_blocks, self._spec.blocks_for(request.prompt_tokens)
+        if request.request_id != reservation.request_id or not 0 <= held_blocks <= blocks:
+            return Refusal("invalid", "the reservation does not fit the request; reserve again")
+        if known is not None and known.key.epoch >= reservation.epoch:
+            return Refusal("invalid", f"epoch {known.key.epoch} of this request is already here")
+        if len(self._queue) >= self._params.max_queue:
+            return Refusal("busy", f"{len(self._queue)} works are waiting already; try another pod")
+        return misfit(request, self._fit, request.prompt_tokens, now)
+
+    def _time_out(self, request_id: str, timer: _Timer, out: list[PrefillAction]) -> None:
+        request = self._known(request_id)
+        if request is None:
+            raise InvariantError(f"a timer of {request_id} outlived it")
+        if timer is _Timer.DEADLINE:
+            self._fail(request, "deadline", "the deadline passed during prefill", out)
+        else:
+            self._tally.add("handoffs_lost")
+            message = f"the decode pod said nothing for {self._params.silence_s:g} s"
+            self._fail(request, "decode_lost", message, out)
+
+    def _on_engine(self, event: StepDone | Exported | Imported, out: list[PrefillAction]) -> None:
+        match event:
+            case StepDone(result=result):
+                self._steps.finish(result)
+            case Exported(transfer_id=transfer_id):
+                self._shipping.exported(transfer_id, out)
+            case Imported(transfer_id=transfer_id):
+                self._reloading.imported(transfer_id)
+
+    def _on_store(self, event: StoreLookedUp | StoreFetched | StorePut, out: list[PrefillAction]) -> None:
+        match event:
+            case StoreLookedUp(request_id=request_id, present_blocks=blocks):
+                self._reloading.looked_up(request_id, blocks)
+            case StoreFetched(transfer_id=transfer_id, blocks=blocks):
+                self._reloading.fetched(transfer_id, blocks, out)
+            case StorePut(transfer_id=transfer_id):
+                self._shipping.put_ended(transfer_id)
+
+    def _on_peer(self, event: ReceiverSaid | FrameSent | HandoffLost, now: float, out: list[PrefillAction]) -> None:
+        match event:
+            case ReceiverSaid(key=key, message=message):
+                self._hear(key, message, out)
+            case FrameSent(key=key, seq=seq):
+                self._shipping.frame_sent(key, seq, now)
+            case HandoffLost(key=key, reason=reason):
+                self._shipping.lost(key)
+                request = self._find(key)
+                if request is not None and request.phase is not Phase.QUEUED:
+                    self._tally.add("handoffs_lost")
+                    self._fail(request, "decode_lost", reason, out, close=False)
+
+    def _hear(self, key: HandoffKey, message: ReceiverMessage, out: list[PrefillAction]) -> None:
+        request = self._find(key)
+        if request is None or request.phase is Phase.QUEUED:
+            self._tally.add("late_answers")
+            return
+        self._deadlines.drop((key.request_id, _Timer.SILENCE))
+        request.is_watched = False
+        heard = request.sender.hear(message)
+        self._shipping.acked(key, heard.acked)
+        if heard.resend is not None:
+            self._shipping.resend(heard.resend, out)
+        if heard.breach:
+            self._fail(request, "decode_lost", f"the decode pod broke the rules: {heard.breach}", out)
+        elif heard.refused:
+            self._fail(request, "refused_by_decode", heard.refused, out, close=False)
+        elif request.sender.state is HandoffState.COMMITTED:
+            self._tally.add("done")
+            out.append(WorkDone(key, request.report))
+            self._let_go(request)
+
+    def _advance(self, now: float, out: list[PrefillAction]) -> None:
+        self._admit(out)
+        self._use_slots(out)
+        self._commit(out)
+        self._announce(out)
+        self._steps.start(self._admitted.values(), out)
+        self._watch(now)
+
+    def _admit(self, out: list[PrefillAction]) -> None:
+        """In order of arrival, each once blocks for its whole prompt can be had."""
+        while self._queue and len(self._admitted) < self._params.max_admitted:
+            request = next(iter(self._queue.values()))
+            allocated = self._pool.allocate(request.prompt_blocks, request.reusable_ids)
+            if allocated is None:
+                return
+            request.held, matched = allocated
+            del self._queue[request.request_id]
+            self._admitted[request.request_id] = request
+            hit_tokens = matched * self._spec.block_tokens
+            request.registered_blocks = request.stored_blocks = matched
+            request.report = replace(request.report, cached_tokens=hit_tokens)
+            request.fill(self._pool, hit_tokens)
+            self._tally.add("cache_hit_tokens", hit_tokens)
+            self._tally.add("handoffs_opened")
+            out.append(OpenHandoff(request.work.reservation.ingest_address, request.sender.opening))
+            self._reloading.look_up(request, out)
+
+    def _use_slots(self, out: list[PrefillAction]) -> None:
+        """Each free slot goes to the request that has the fewest, the earlier one of equals."""
+        while self._slots.free:
+            wanting = [
+                request
+                for request in self._admitted.values()
+                if request.phase is Phase.RELOADING or request.sender.has_frame
+            ]
+            if not wanting:
+                return
+            request = min(wanting, key=lambda request: (request.slots_used, request.arrival))
+            if request.phase is Phase.RELOADING:
+                self._reloading.fetch(request, out)
+            else:
+                self._shipping.ship(request, out)
+
+    def _commit(self, out: list[PrefillAction]) -> None:
+        out.extend(
+            SendCommit(request.sender.commit(request.first, request.report.last_step_ended_at))
+            for request in self._admitted.values()
+            if request.first is not None and request.sender.can_commit
+        )
+
+    def _announce(self, out: list[PrefillAction]) -> None:
+        stored, removed = self._pool.take_changes()
+        if stored or removed:
+            out.append(Announce(stored, removed))
+
+    def _watch(self, now: float) -> None:
+        """Set a time for each receiver that owes an answer, and none for one that does not."""
+        for request in self._admitted.values():
+            if request.sender.awaits_receiver != request.is_watched:
+                request.is_watched = not request.is_watched
+                at = now + self._params.silence_s if request.is_watched else None
+                self._deadlines.set((request.request_id, _Timer.SILENCE), at)
+
+    def _fail(
+        self, request: PrefillRequest, reason: str, message: str, out: list[PrefillAction], *, close: bool = True
+    ) -> None:
+        """``close``: the stream, if there is one, is still open."""
+        self._tally.add(f"failed_{reason}")
+        if close and request.phase is not Phase.QUEUED:
+            out.append(CloseHandoff(request.key))
+        self._let_go(request)
+        out.append(WorkFailed(request.key, reason, message))
+
+    def _let_go(self, request: PrefillRequest) -> None:
+        """Everything at once, but for slots that somebody still reads or writes: they go when that use ends."""
+        request.phase = Phase.OVER
+        if request.held is not None:
+            self._pool.free(request.held)
+            request.held = None
+        self._shipping.abandon(request.key)
+        self._queue.pop(request.request_id, None)
+        self._admitted.pop(request.request_id, None)
+        for timer in _Timer:
+            self._deadlines.drop((request.request_id, timer))
+
+    def _known(self, request_id: str) -> PrefillRequest | None:
+        return self._admitted.get(request_id) or self._queue.get(request_id)
+
+    def _find(self, key: HandoffKey) -> PrefillRequest | None:
+        request = self._known(key.request_id)
+        return request if request is not None and request.key == key else None

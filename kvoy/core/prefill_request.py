@@ -1,0 +1,107 @@
+"""One work on a prefill pod: how far it is and what it holds. Owner: PrefillBrain; its parts change what is theirs.
+
+    QUEUED -admitted-> LOOKING_UP -> RELOADING <-> FETCHING -> COMPUTING -last chunk-> COMPUTED
+                                                                             any -done, failed-> OVER
+
+The handoff runs beside this from admission on: what is in the pool is offered to the sender at once.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from kvoy.core.block_pool import BlockPool, HeldBlocks
+from kvoy.core.frames import HandoffKey
+from kvoy.core.handoff_sender import Sender
+from kvoy.core.step import Sampled, StepResult
+from kvoy.core.types import PrefillReport, PrefillWork
+
+
+class Phase(Enum):
+    """Where the work is."""
+
+    QUEUED = "queued"
+    LOOKING_UP = "looking_up"
+    """The kvstore is being asked what it has."""
+    RELOADING = "reloading"
+    """The next blocks are to be fetched, once a slot is free."""
+    FETCHING = "fetching"
+    """Blocks are on their way from the kvstore into the pool."""
+    COMPUTING = "computing"
+    COMPUTED = "computed"
+    """The first token is known; what is left is the handoff."""
+    OVER = "over"
+    """It holds nothing. Slots that somebody still uses are the slots' own affair."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRequest:
+    """``ids`` are those of all full blocks of the prompt. ``held`` is set from admission until OVER."""
+
+    work: PrefillWork
+    arrival: int
+    ids: list[bytes]
+    sender: Sender
+    phase: Phase = Phase.QUEUED
+    held: HeldBlocks | None = None
+    filled_tokens: int = 0
+    """Leading tokens whose KV is in the pool: matched, reloaded or computed."""
+    registered_blocks: int = 0
+    stored_blocks: int = 0
+    """Leading blocks that need no PutToStore: in our pool before, or in the kvstore."""
+    slots_used: int = 0
+    is_started: bool = False
+    is_watched: bool = False
+    """A time is set by which the receiver must say something."""
+    first: Sampled | None = None
+    report: PrefillReport = field(default_factory=PrefillReport)
+
+    @property
+    def key(self) -> HandoffKey:
+        return self.sender.key
+
+    @property
+    def request_id(self) -> str:
+        return self.work.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.work.request.prompt_tokens
+
+    @property
+    def block_tokens(self) -> int:
+        return self.work.reservation.kv_spec.block_tokens
+
+    @property
+    def prompt_blocks(self) -> int:
+        return self.work.reservation.kv_spec.blocks_for(self.prompt_tokens)
+
+    @property
+    def reusable_ids(self) -> list[bytes]:
+        """Ids of blocks that a cache may give: never the last token's, which must be computed to be followed."""
+        return self.ids[: (self.prompt_tokens - 1) // self.block_tokens]
+
+    @property
+    def table(self) -> list[int]:
+        """Pool block of each block; empty while nothing is held."""
+        return self.held.table if self.held is not None else []
+
+    def fill(self, pool: BlockPool, filled_tokens: int) -> None:
+        """That many leading tokens are in the pool now: full blocks become prefix cache, and all may be shipped."""
+        self.filled_tokens = filled_tokens
+        full = filled_tokens // self.block_tokens
+        if self.held is not None:
+            for index in range(self.registered_blocks, full):
+                pool.register(self.held, index, self.ids[index], self.ids[index - 1] if index else b"")
+        self.registered_blocks = max(self.registered_blocks, full)
+        self.sender.offer(self.prompt_blocks if filled_tokens == self.prompt_tokens else full)
+
+    def note_step(self, result: StepResult, tokens: int) -> None:
+        """A step computed a chunk of so many tokens."""
+        self.report = replace(
+            self.report,
+            first_step_started_at=self.report.first_step_started_at or result.started_at,
+            last_step_started_at=result.started_at,
+            last_step_ended_at=result.ended_at,
+            chunks=self.report.chunks + 1,
+            computed_tokens=self.report.computed_tokens + tokens,
+        )
