@@ -33,7 +33,7 @@ def family(launcher_pid: int) -> list[int]:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def ports(pids: list[int]) -> set[int]:
