@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvoy.cli.demo_text import EXPECTED, QUESTION, TEXT
 from kvoy.cli.local_cluster import run_cluster
 from kvoy.cli.models import DEFAULT_MODEL
 from kvoy.cli.pods import list_pods
@@ -20,8 +21,6 @@ from kvoy.core.types import DecodeReport, Pod, PrefillReport, Role
 from kvoy.runtime.cluster import ClusterPlan, Endpoints
 from kvoy.runtime.leftovers import launched
 
-TEXT = "The lighthouse at Cape Morrow was built in 1887 by the engineer Ada Lindqvist. "
-QUESTION = "Who built the lighthouse?"
 MAX_TOKENS = 96
 CHUNK_TOKENS = "128"
 """Small, so that the prompt takes several prefill steps and the shipping of one hides behind the next."""
@@ -121,7 +120,7 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
 def _judge(outcome: Outcome) -> int:
     prefill, decode = outcome.prefill, outcome.decode
     checks = {
-        "the answer is not empty": bool(outcome.answer.text.strip()),
+        "the answer says what was asked for": EXPECTED in outcome.answer.text,
         "the prompt took several prefill steps": prefill.chunks > 1,
         "shipping began before the last step ended": 0 < prefill.first_frame_sent_at < prefill.last_step_ended_at,
         "bytes shipped are blocks x block size": prefill.shipped_bytes == prefill.shipped_blocks * outcome.block_bytes,
