@@ -120,6 +120,7 @@ class PodRuntime:
 
     def __init__(self, role: Role, config: PodConfig, around: Around, stop: StopSignal) -> None:
         self.channels = Channels()
+        self.around = around
         self.metrics = around.metrics
         self.stop = stop
         self._config = config
@@ -161,7 +162,7 @@ class PodRuntime:
         service = await start(self)
         last.push_async_callback(service.close)
         server = await GrpcServer.start(self._config.listen, [*service.registrations, control_service(self)])
-        last.push_async_callback(server.stop, _END_STREAMS_S)
+        last.push_async_callback(self._stop_server, server)
         self._self = replace(
             self._self,
             address=self._config.advertise or server.address,
@@ -184,6 +185,9 @@ class PodRuntime:
         except* KvoyError as failures:
             service.fail(str(_leaves(failures)[0]))
             raise
+
+    async def _stop_server(self, server: GrpcServer) -> None:
+        await server.stop(0.0 if self.stop.is_hurried else _END_STREAMS_S)
 
     async def _drain(self) -> None:
         self._self = replace(self._self, state=PodState.DRAINING)

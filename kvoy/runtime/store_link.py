@@ -15,7 +15,7 @@ from kvoy.transport.kv_store import StoreClient
 from kvoy.transport.ports import BlockStore
 
 _PAUSE_S = 1.0
-"""So that not every request pays for a kvstore that fails."""
+"""So that not every request pays for a kvstore that fails. One that has started since is tried at once."""
 
 
 class StoreLink:
@@ -25,6 +25,7 @@ class StoreLink:
         self._store = store
         self._find = find
         self._outage = Outage("the kvstore")
+        self._avoided: tuple[str, int] | None = None
         self._retry_at = 0.0
         self.failures = 0
 
@@ -44,14 +45,15 @@ class StoreLink:
     async def call(self, method: Callable[[BlockStore], Awaitable[int]], limit_s: float) -> int:
         """The number of blocks that ``method`` gave; 0 if there was no answer in time."""
         clock = asyncio.get_running_loop().time
-        if self._find() is None or clock() < self._retry_at:
+        pod = self._find()
+        if pod is None or (self._avoided == (pod.pod_id, pod.generation) and clock() < self._retry_at):
             return 0
         try:
             async with asyncio.timeout(limit_s):
                 blocks = await method(self._store)
         except (KvoyError, TimeoutError) as error:
             self.failures += 1
-            self._retry_at = clock() + _PAUSE_S
+            self._avoided, self._retry_at = (pod.pod_id, pod.generation), clock() + _PAUSE_S
             self._outage.is_away(str(error) or f"no answer within {limit_s} s")
             return 0
         self._outage.is_back()

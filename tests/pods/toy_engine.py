@@ -51,7 +51,8 @@ class ToySlab:
 
 
 class ToyEngine:
-    """Obeys orders one by one, each after a turn of the event loop. ``hold`` stops it, ``die`` ends it."""
+    """Obeys orders one by one, each after a turn of the event loop. ``hold`` stops it, ``die`` ends it;
+    ``hold_before_step`` stops it by itself, when so many steps have been run."""
 
     def __init__(self, *, pool_blocks: int = 64, slots: int = 6, slot_blocks: int = 2, spec: KvSpec = SPEC) -> None:
         self.ready = messages.Ready(MODEL, spec, pool_blocks, eos_token_ids=(), load_s=0.0)
@@ -59,6 +60,7 @@ class ToyEngine:
         self.steps: list[StepPlan] = []
         self.going = asyncio.Event()
         self.going.set()
+        self.hold_before_step: int | None = None
         self.stopped = False
         self._spec = spec
         self._pool = bytearray(b"\xee" * (pool_blocks * spec.block_bytes))
@@ -79,6 +81,8 @@ class ToyEngine:
         while True:
             order = await self._orders.get()
             await asyncio.sleep(0)
+            if isinstance(order, messages.RunStep) and len(self.steps) == self.hold_before_step:
+                self.hold()
             await self.going.wait()
             yield self._obey(order)
 

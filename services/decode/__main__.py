@@ -1,0 +1,25 @@
+"""``python -m services.decode``."""
+
+import os
+import sys
+
+from kvoy.core.types import Role
+from kvoy.runtime.config import load
+from kvoy.runtime.engine_client import EngineClient
+from kvoy.runtime.engine_pod import EngineService
+from kvoy.runtime.pod import PodRuntime, run_service
+from services.decode.config import DecodeConfig
+from services.decode.service import TABLE, assemble
+
+
+def main() -> int:
+    config = load(DecodeConfig, sys.argv[1:], os.environ, "python -m services.decode")
+
+    async def start(pod: PodRuntime) -> EngineService:
+        return assemble(pod, config, await EngineClient.start(config.engine))
+
+    return run_service(Role.DECODE, config, start, TABLE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

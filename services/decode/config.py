@@ -1,0 +1,15 @@
+"""What a decode pod can be told."""
+
+from dataclasses import dataclass
+
+from kvoy.runtime.config import option
+from kvoy.runtime.engine_pod import EnginePodConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(EnginePodConfig):
+    """A decode pod: takes the KV of prompts from prefill pods and generates tokens."""
+
+    lease_s: float = option(30.0, "A reserved request whose KV does not come for so long is given up.")
+    max_batch: int = option(64, "Requests that one engine step may carry.")
+    ingest_advertise: str = option("", "host:port under which prefill pods reach this one; empty is like --advertise.")

@@ -1,0 +1,103 @@
+"""The prefill pods' face of a decode pod: handoffs become events, payloads wait here until the brain wants them.
+
+Owns the payload of every frame from its arrival until ImportFrame or DropFrame, and bounds how many a stream may have
+here. Whether a frame is wanted is the brain's to say; only what cannot be right in itself is marked damaged here.
+"""
+
+import asyncio
+
+from kvoy.core.actions import SayToSender
+from kvoy.core.events import CommitArrived, DecodeEvent, FrameArrived, HandoffLost, HandoffOpened
+from kvoy.core.frames import Commit, Committed, FrameHeader, HandoffKey, Refused
+from kvoy.core.types import KvSpec
+from kvoy.runtime.loop import Inbox
+from kvoy.transport.kv_stream import IngestStream
+
+
+class _Arrivals:
+    """One stream and its payloads by frame number, ``room`` of them at most."""
+
+    def __init__(self, stream: IngestStream, room: int) -> None:
+        self.stream = stream
+        self.is_open = True
+        self._room = asyncio.Semaphore(room)
+        self._payloads: dict[int, list[memoryview]] = {}
+
+    async def keep(self, seq: int, payload: memoryview) -> None:
+        await self._room.acquire()
+        self._payloads.setdefault(seq, []).append(payload)
+
+    def take(self, seq: int) -> memoryview:
+        """The oldest payload that came under this number."""
+        kept = self._payloads[seq]
+        payload = kept.pop(0)
+        if not kept:
+            del self._payloads[seq]
+        self._room.release()
+        return payload
+
+    @property
+    def is_over(self) -> bool:
+        return not self.is_open and not self._payloads
+
+
+class Ingest:
+    """IngestHandler of kvoy.transport.kv_stream. ``room`` is how many frames one stream may have waiting here."""
+
+    def __init__(self, inbox: Inbox[DecodeEvent], spec: KvSpec, room: int) -> None:
+        self._inbox = inbox
+        self._spec = spec
+        self._room = room
+        self._arrivals: dict[int, _Arrivals] = {}
+        """Of each stream that is open or has payloads here."""
+        self._welcomed: dict[HandoffKey, int] = {}
+        """The stream of each handoff that the brain has taken: its end is the loss of the handoff, another's is not."""
+
+    async def opened(self, stream: IngestStream) -> None:
+        """A prefill pod begins a handoff."""
+        self._arrivals[stream.stream] = _Arrivals(stream, self._room)
+        await self._inbox.offer(HandoffOpened(stream.opening, stream.stream))
+
+    async def frame(self, stream: IngestStream, header: FrameHeader, payload: memoryview, intact: bool) -> None:
+        """Waits while the stream has too much here: the sender is held back."""
+        await self._arrivals[stream.stream].keep(header.seq, payload)
+        whole = intact and len(payload) == header.blocks * header.layers * self._spec.layer_bytes
+        self._inbox.post(FrameArrived(header, whole, stream.stream))
+
+    async def commit(self, stream: IngestStream, commit: Commit) -> None:
+        """All frames have been sent."""
+        await self._inbox.offer(CommitArrived(commit, stream.stream))
+
+    async def closed(self, stream: IngestStream, reason: str) -> None:
+        """``reason`` is empty when the handoff had come to its end."""
+        self._arrivals[stream.stream].is_open = False
+        self._clean(stream.stream)
+        if self._welcomed.get(stream.opening.key) == stream.stream:
+            self._lose(stream.opening.key, reason)
+
+    def take(self, stream: int, header: FrameHeader) -> memoryview:
+        """The payload of a frame that has arrived; it is here no more."""
+        payload = self._arrivals[stream].take(header.seq)
+        self._clean(stream)
+        return payload
+
+    def say(self, action: SayToSender) -> None:
+        """Never waits. A stream that has ended hears nothing; if it is welcomed, the brain learns of its loss."""
+        is_over = isinstance(action.message, Committed | Refused)
+        if not is_over:
+            self._welcomed[action.key] = action.stream
+        elif self._welcomed.get(action.key) == action.stream:
+            del self._welcomed[action.key]
+        arrivals = self._arrivals.get(action.stream)
+        if arrivals is not None and arrivals.is_open:
+            arrivals.stream.send(action.message)
+        elif not is_over:
+            self._lose(action.key, "the sender was gone before it was welcomed")
+
+    def _lose(self, key: HandoffKey, reason: str) -> None:
+        del self._welcomed[key]
+        self._inbox.post(HandoffLost(key, reason))
+
+    def _clean(self, stream: int) -> None:
+        if self._arrivals[stream].is_over:
+            del self._arrivals[stream]

@@ -1,0 +1,44 @@
+"""Puts a prefill pod together: engine, brain, effects and gRPC face."""
+
+from kvoy.core.actions import PrefillAction
+from kvoy.core.counters import PrefillCounters
+from kvoy.core.events import PrefillEvent, Tick
+from kvoy.core.prefill import PrefillBrain, PrefillParams
+from kvoy.runtime.engine_effects import Engine, EngineEffects
+from kvoy.runtime.engine_pod import EngineService, counter_table, watch_engine_pod
+from kvoy.runtime.loop import BrainLoop
+from kvoy.runtime.pod import PodRuntime
+from kvoy.runtime.store_link import StoreLink
+from kvoy.telemetry.instruments import POD_TABLE
+from kvoy.transport.kv_stream import GrpcHandoffConnector
+from kvoy.transport.prefill import prefill_service
+from services.prefill.config import PrefillConfig
+from services.prefill.effects import PrefillEffects
+from services.prefill.servicer import PrefillServicer
+
+TABLE = (*POD_TABLE, *counter_table("prefill", PrefillCounters))
+
+
+def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineService:
+    """The service around a worker that is ready."""
+    ready = engine.ready
+    brain = PrefillBrain(
+        PrefillParams(chunk_tokens=config.chunk_tokens),
+        ready.kv_spec,
+        pool_blocks=ready.pool_blocks,
+        slots=engine.slab.slots,
+        slot_bytes=engine.slab.slot_bytes,
+        context_tokens=ready.model.context_tokens,
+        use_store=True,
+        fingerprint=ready.model.fingerprint,
+    )
+
+    def perform(action: PrefillAction) -> None:
+        effects.perform(action)
+
+    loop: BrainLoop[PrefillEvent, PrefillAction] = BrainLoop(brain, perform, Tick(), check=config.check)
+    servicer = PrefillServicer(loop, ready.model)
+    shared = EngineEffects(engine, StoreLink.through(pod), pod, loop.post)
+    effects = PrefillEffects(shared, servicer, GrpcHandoffConnector(pod.channels), pod.tasks, loop.post)
+    watch_engine_pod(pod.metrics, "prefill", brain, ready.kv_spec)
+    return EngineService(engine, brain, loop, shared, [prefill_service(servicer)], servicer.fail)
