@@ -23,6 +23,7 @@ from kvoy.core.errors import InvariantError
 from kvoy.core.request_events import (
     ENDED,
     TRANSITIONS,
+    Account,
     Action,
     Admitted,
     AskReserve,
@@ -56,7 +57,7 @@ from kvoy.core.request_events import (
     StopStringFound,
     Tick,
 )
-from kvoy.core.types import DecodeReport, FinishReason, PrefillReport, RejectReason, RequestOutput, Reservation, Role
+from kvoy.core.types import FinishReason, PrefillReport, RejectReason, RequestOutput, Reservation, Role
 
 _PICKING: Final = (RequestState.QUEUED, RequestState.RESERVED)
 _RESERVED: Final = (RequestState.RESERVED, RequestState.PREFILLING, RequestState.HANDING_OFF)
@@ -92,19 +93,6 @@ class RequestParams:
     """How long a request waits for a pod when none can be used."""
     settle_s: float = 2.0
     """How long a complete answer waits for the prefill pod's report."""
-
-
-@dataclass(slots=True)
-class Account:
-    """What has been done for the request so far."""
-
-    tokens: int = 0
-    """Emitted."""
-    reservations: int = 0
-    held_tokens: int = 0
-    """Prompt tokens that the decode pod had in its pool when it last reserved."""
-    prefill: PrefillReport | None = None
-    decode: DecodeReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +198,7 @@ class RequestBrain:
     def _react(self, event: Event, now: float) -> list[Action]:  # noqa: C901, PLR0911, PLR0912 - one line an event
         match event:
             case Admitted():
-                return [self._pick(Role.DECODE)]
+                return [self._pick_decode()]
             case DecodePicked(pod_id):
                 return [AskReserve(self._begin(Role.DECODE, pod_id), pod_id)]
             case PrefillPicked(pod_id):
@@ -218,7 +206,7 @@ class RequestBrain:
             case NoPod(role, reason, message):
                 return self._no_pod(role, reason, message, now)
             case PodsChanged():
-                return [self._pick(self._wait.role)] if self._wait else []
+                return self._pick_again()
             case ReservedByDecode(_, reservation):
                 return self._reserved(reservation)
             case Rejected(_, reason, message):
@@ -256,7 +244,7 @@ class RequestBrain:
             self.state = RequestState.PREFILLING
             return []
         self.state = RequestState.RESERVED
-        return [self._pick(Role.PREFILL)]
+        return [self._pick_prefill()]
 
     def _decode_over(self, failure: Failure, message: str) -> list[Action]:
         """The decode pod holds nothing any more, and the answer is not complete."""
@@ -269,7 +257,7 @@ class RequestBrain:
             return self._fail(failure, message)
         actions = self._release()
         self.state = RequestState.QUEUED
-        return [*actions, self._pick(Role.DECODE)]
+        return [*actions, self._pick_decode()]
 
     def _outputs(self, output: RequestOutput, now: float) -> list[Action]:
         emitted: list[Action] = [Emit(output)] if output.token_ids else []
@@ -287,9 +275,7 @@ class RequestBrain:
     # --- prefill pod
 
     def _run_prefill(self, pod_id: str) -> list[Action]:
-        if self._reservation is None:
-            raise InvariantError(f"prefill without a reservation: {self!r}")
-        return [RunPrefill(self._begin(Role.PREFILL, pod_id), pod_id, self._reservation)]
+        return [RunPrefill(self._begin(Role.PREFILL, pod_id), pod_id, self._reserved_at())]
 
     def _prefill_started(self) -> list[Action]:
         if self.state is RequestState.RESERVED:
@@ -325,9 +311,21 @@ class RequestBrain:
         self._legs[role] = _Leg(number, pod_id)
         return number
 
-    def _pick(self, role: Role) -> Action:
-        avoid = tuple(self._tries[role].avoid)
-        return PickDecode(avoid) if role is Role.DECODE else PickPrefill(avoid)
+    def _pick_decode(self) -> Action:
+        return PickDecode(tuple(self._tries[Role.DECODE].avoid))
+
+    def _pick_prefill(self) -> Action:
+        return PickPrefill(tuple(self._tries[Role.PREFILL].avoid), self._reserved_at().kv_spec)
+
+    def _pick_again(self) -> list[Action]:
+        if self._wait is None:
+            return []
+        return [self._pick_decode() if self._wait.role is Role.DECODE else self._pick_prefill()]
+
+    def _reserved_at(self) -> Reservation:
+        if self._reservation is None:
+            raise InvariantError(f"prefill without a reservation: {self!r}")
+        return self._reservation
 
     def _no_pod(self, role: Role, reason: NoPodReason, message: str, now: float) -> list[Action]:
         tries = self._tries[role]

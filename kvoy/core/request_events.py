@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from kvoy.core.types import FinishReason, PrefillReport, RejectReason, RequestOutput, Reservation, Role
+from kvoy.core.types import (
+    DecodeReport,
+    FinishReason,
+    KvSpec,
+    PrefillReport,
+    RejectReason,
+    RequestOutput,
+    Reservation,
+    Role,
+)
 
 
 class RequestState(StrEnum):
@@ -208,9 +217,10 @@ class PickDecode:
 
 @dataclass(frozen=True, slots=True)
 class PickPrefill:
-    """Routing: which prefill pod, for the decode pod that holds the reservation? Answered by PrefillPicked or NoPod."""
+    """Routing: which prefill pod, making KV as the decode pod takes it? Answered by PrefillPicked or NoPod."""
 
     exclude: tuple[str, ...]
+    kv_spec: KvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +283,19 @@ class End:
 Action = (
     PickDecode | PickPrefill | AskReserve | RenewReservation | CancelDecode | RunPrefill | CancelPrefill | Emit | End
 )
+
+
+@dataclass(slots=True)
+class Account:
+    """What has been done for the request so far."""
+
+    tokens: int = 0
+    """Emitted."""
+    reservations: int = 0
+    held_tokens: int = 0
+    """Prompt tokens that the decode pod had in its pool when it last reserved."""
+    prefill: PrefillReport | None = None
+    decode: DecodeReport | None = None
 
 
 # --- transitions ----------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_a_request_that_goes_well() -> None:
     subject = brain()
     assert play(subject, Admitted()) == [PickDecode(())]
     assert play(subject, DecodePicked("d1")) == [AskReserve(1, "d1")]
-    assert play(subject, ReservedByDecode(1, reservation())) == [PickPrefill(())]
+    assert play(subject, ReservedByDecode(1, reservation())) == [PickPrefill((), SPEC)]
     assert play(subject, PrefillPicked("p1")) == [RunPrefill(2, "p1", reservation())]
     assert subject.state is RequestState.RESERVED
     assert play(subject, PrefillStarted(2)) == []
@@ -144,7 +144,7 @@ def test_a_lost_prefill_pod_means_a_new_epoch_and_another_pod() -> None:
     subject = prefilling()
     assert play(subject, PrefillLost(2, "gone")) == [RenewReservation(1)]
     assert subject.state is RequestState.RESERVED
-    assert play(subject, ReservedByDecode(1, reservation(epoch=2, held_blocks=4))) == [PickPrefill(())]
+    assert play(subject, ReservedByDecode(1, reservation(epoch=2, held_blocks=4))) == [PickPrefill((), SPEC)]
     renewed = reservation(epoch=2, held_blocks=4)
     assert play(subject, PrefillPicked("p2")) == [RunPrefill(3, "p2", renewed)]
     assert play(subject, PrefillLost(2, "said twice")) == []
@@ -153,7 +153,7 @@ def test_a_lost_prefill_pod_means_a_new_epoch_and_another_pod() -> None:
 def test_a_full_prefill_pod_is_not_asked_again() -> None:
     subject = reserved()
     assert play(subject, PrefillFailed(2, "busy", "its queue is full")) == [RenewReservation(1)]
-    assert play(subject, ReservedByDecode(1, reservation(2))) == [PickPrefill(("p1",))]
+    assert play(subject, ReservedByDecode(1, reservation(2))) == [PickPrefill(("p1",), SPEC)]
     none = NoPod(Role.PREFILL, NoPodReason.EXCLUDED, "Every prefill pod has been tried.")
     end = End(RequestState.FAILED, failure=Failure.BUSY, message="its queue is full")
     assert play(subject, none) == [CancelDecode(1), end]
