@@ -20,11 +20,10 @@ from kvoy.transport.streams import Outbox, race, to_the_end
 from kvoy.v1 import decode_pb2 as pb
 
 NAME = "kvoy.v1.Decode"
-MAX_WAITING = 65_536
-"""Outputs that may wait for one router: at 64 requests in a batch, a thousand steps."""
-
-MAX_MERGED = 1024
-"""Outputs of several steps in one message; with 20 log probabilities each it is still far from the size limit."""
+MAX_WAITING = 1_000_000
+"""Tokens (log probabilities are counted too) that may wait for one router: at 64 requests in a batch, many minutes."""
+MAX_MERGED = 50_000
+"""Tokens of several steps in one message: far from the size limit of messages, however long the ids."""
 
 
 class DecodeSession(Protocol):
@@ -125,19 +124,25 @@ def _too_slow() -> KvoyError:
 
 
 def _weight(message: DecodeMessage) -> int:
-    return len(message.outputs) if isinstance(message, StepOutputs) else 1
+    return sum(map(_output_weight, message.outputs)) if isinstance(message, StepOutputs) else 1
+
+
+def _output_weight(output: RequestOutput) -> int:
+    return 1 + len(output.token_ids) + sum(1 + len(logprob.top) for logprob in output.logprobs)
 
 
 def _merged(messages: list[DecodeMessage]) -> Iterator[DecodeMessage]:
     """The same messages in the same order, neighbouring StepOutputs made one as far as MAX_MERGED allows."""
     outputs: list[RequestOutput] = []
+    weight = 0
     for message in messages:
-        if isinstance(message, StepOutputs) and len(outputs) + len(message.outputs) <= MAX_MERGED:
-            outputs.extend(message.outputs)
-            continue
-        if outputs:
+        if outputs and (not isinstance(message, StepOutputs) or weight + _weight(message) > MAX_MERGED):
             yield StepOutputs(tuple(outputs))
-            outputs = []
-        yield message
+            outputs, weight = [], 0
+        if isinstance(message, StepOutputs):
+            outputs.extend(message.outputs)
+            weight += _weight(message)
+        else:
+            yield message
     if outputs:
         yield StepOutputs(tuple(outputs))

@@ -122,15 +122,14 @@ class MemoryHandoffConnector:
     """HandoffConnector to IngestHandlers of this process, by address."""
 
     def __init__(self, receivers: dict[str, IngestHandler]) -> None:
-        self._receivers = receivers
+        self._methods = {address: ingest_service(handler).methods["Push"] for address, handler in receivers.items()}
         self._pipes: set[_Pipe] = set()
 
     async def open(self, address: str, opening: Opening, timeout_s: float) -> HandoffStream:
         """PeerError for an address that is not in ``receivers``."""
-        if address not in self._receivers:
+        push = self._methods.get(address)
+        if not isinstance(push, Duplex):
             raise PeerError(f"{address} cannot be reached: nobody listens there.", "unreachable")
-        push = ingest_service(self._receivers[address]).methods["Push"]
-        assert isinstance(push, Duplex)
         pipe = _Pipe(push, address, timeout_s)
         self._pipes.add(pipe)
         stream = SenderStream(pipe, address)

@@ -120,7 +120,7 @@ def _grpc_handler(service: Registration, name: str, method: Method) -> Any:
         case Duplex(converse):
 
             async def duplex(_: object, context: Context) -> None:
-                await _guarded(service, where, context, converse(_ServerExchange(context)))
+                await _guarded(service, where, context, _converse(context, converse))
 
             return grpc.stream_stream_rpc_method_handler(cast("Any", duplex))
 
@@ -143,6 +143,13 @@ class _ServerExchange:
             await self._context.write(wire)
         except grpc.aio.BaseError as error:
             raise PeerGone from error
+
+
+async def _converse(context: Context, converse: Callable[[Exchange], Awaitable[None]]) -> None:
+    # Else they go with the first message; and if that one is stuck (the caller does not read) when the call is to be
+    # ended with an error, grpc would send them twice, fail, and leave the caller waiting.
+    await context.send_initial_metadata(())
+    await converse(_ServerExchange(context))
 
 
 async def _write_all(context: Context, answers: AsyncIterator[bytes]) -> None:

@@ -1,0 +1,300 @@
+"""Handoffs: the same suite over loopback gRPC and over the in-memory twin, then what only a real wire can do."""
+
+import asyncio
+import contextlib
+import resource
+from dataclasses import replace
+
+import pytest
+
+from kvoy.core.errors import DeadlinePassed, PeerError
+from kvoy.core.frames import Ack, Commit, Committed, Nack, Refused, Welcome
+from kvoy.core.types import TokenLogprob
+from kvoy.transport.channels import MIB, Channels
+from kvoy.transport.frame_wire import frame_to_wire
+from kvoy.transport.kv_stream import PUSH_PATH, GrpcHandoffConnector, ingest_service
+from kvoy.transport.memory import MemoryHandoffConnector
+from kvoy.v1 import kv_pb2 as pb
+from tests.transport import values
+from tests.transport.handlers import Ingest, until
+
+COMMIT = Commit(values.KEY, 2, 17, TokenLogprob(17, -0.5, ((17, -0.5), (3, -2.0))), 1_700_000_000.25)
+
+
+def payload(seed: int, size: int = 4096) -> memoryview:
+    return memoryview(bytes((seed + i) % 256 for i in range(256)) * (size // 256))
+
+
+@pytest.fixture(params=["grpc", "memory"])
+async def pair(request, serve, channels):
+    """A receiver's handler, its address, and a connector to it."""
+    handler = Ingest()
+    if request.param == "grpc":
+        address = (await serve(ingest_service(handler))).address
+        connector = GrpcHandoffConnector(channels)
+    else:
+        address = "decode-1"
+        connector = MemoryHandoffConnector({address: handler})
+    yield handler, address, connector
+    await connector.close()
+
+
+async def open_to(pair, timeout_s: float = 30):
+    handler, address, connector = pair
+    stream = await connector.open(address, values.OPENING, timeout_s)
+    await until(lambda: handler.streams)
+    return stream, stream.messages(), handler.streams[-1]
+
+
+async def test_a_whole_handoff(pair):
+    handler, *_ = pair
+    stream, messages, receiver = await open_to(pair)
+    assert receiver.opening == values.OPENING
+    receiver.send(Welcome(4, 0))
+    assert await anext(messages) == Welcome(4, 0)
+    buffer = bytearray(payload(1))
+    await stream.send_frame(values.header(0), memoryview(buffer))
+    buffer[:] = bytes(len(buffer))  # the slot may be filled anew once send_frame has returned
+    await stream.send_frame(values.header(1), payload(2))
+    await stream.send_commit(COMMIT)
+    await until(lambda: handler.commits)
+    assert handler.commits == [COMMIT]
+    assert handler.frames == [
+        (values.header(0), bytes(payload(1)), True),
+        (values.header(1), bytes(payload(2)), True),
+    ]
+    for said in (Ack(1, 4), Nack(0), Committed()):
+        receiver.send(said)
+    assert [message async for message in messages] == [Ack(1, 4), Nack(0), Committed()]
+    await until(lambda: handler.ended)
+    assert handler.ended == [(receiver.stream, "")]
+    receiver.send(Ack(5, 5))  # after the end: nothing happens
+    await stream.close()
+    await stream.close()
+    assert len(handler.ended) == 1
+
+
+async def send_until_it_fails(stream):
+    while True:
+        await stream.send_frame(values.header(0), payload(0))
+
+
+async def test_a_refusal_ends_it(pair):
+    handler, *_ = pair
+    stream, messages, receiver = await open_to(pair)
+    receiver.send(Refused("old_epoch"))
+    assert [message async for message in messages] == [Refused("old_epoch")]
+    await until(lambda: handler.ended)
+    assert handler.ended == [(receiver.stream, "")]
+    with pytest.raises(PeerError):
+        await send_until_it_fails(stream)  # the end must become known here first
+
+
+async def test_the_sender_leaves(pair):
+    handler, *_ = pair
+    stream, messages, receiver = await open_to(pair)
+    await stream.send_frame(values.header(0), payload(0))
+    await until(lambda: handler.frames)
+    await stream.close()
+    await until(lambda: handler.ended)
+    assert handler.ended == [(receiver.stream, "the sender is gone")]
+    assert [message async for message in messages] == []
+    with pytest.raises(PeerError):
+        await stream.send_frame(values.header(1), payload(0))
+
+
+async def test_the_sender_leaves_while_its_reader_waits(pair):
+    handler, *_ = pair
+    stream, messages, _ = await open_to(pair)
+    reader = asyncio.create_task(anext(messages, None))
+    await asyncio.sleep(0)
+    await stream.close()
+    assert await reader is None
+    await until(lambda: handler.ended)
+
+
+async def test_a_connector_that_closes_cuts_every_handoff(pair):
+    handler, address, connector = pair
+    streams = [await connector.open(address, values.OPENING, 30) for _ in range(3)]
+    await until(lambda: len(handler.streams) == 3)
+    assert len({receiver.stream for receiver in handler.streams}) == 3
+    await connector.close()
+    await until(lambda: len(handler.ended) == 3)
+    del streams
+
+
+async def test_the_time_allowed_is_over(pair):
+    handler, *_ = pair
+    _, messages, _ = await open_to(pair, timeout_s=0.2)
+    with pytest.raises((DeadlinePassed, PeerError)):
+        await anext(messages)
+    await until(lambda: handler.ended)
+
+
+async def test_nobody_there(pair):
+    _, _, connector = pair
+    with pytest.raises(PeerError, match="cannot be reached"):
+        await connector.open("127.0.0.1:1", values.OPENING, 5)
+
+
+async def test_a_stalled_receiver_stops_the_sender(pair):
+    """With a handler that takes no frame, only what fits into windows and pipes is ever under way."""
+    handler, *_ = pair
+    handler.gate.clear()
+    stream, _, _ = await open_to(pair)
+    sent = 0
+
+    async def send():
+        nonlocal sent
+        while True:
+            await stream.send_frame(values.header(sent), payload(0, MIB))
+            sent += 1
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sending = asyncio.create_task(send())
+    seen = -1
+    while seen != sent:
+        seen = sent
+        await asyncio.sleep(0.3)
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert sent <= 40, "the sender ran far ahead of a receiver that stands still"
+    assert grown_mib < 150
+    handler.gate.set()
+    await until(lambda: sent > seen + 5)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    await stream.close()
+    await until(lambda: handler.ended)
+
+
+# --- over a wire ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def wire(serve, channels):
+    """A receiver's handler, and a raw call to it."""
+    handler = Ingest()
+    server = await serve(ingest_service(handler))
+    call = channels.to(server.address).stream_stream(PUSH_PATH)(timeout=20)
+    return handler, server, call
+
+
+def opening_wire() -> bytes:
+    from kvoy.transport.codec import kv
+
+    return pb.PushRequest(opening=kv.opening_to_proto(values.OPENING)).SerializeToString()
+
+
+async def test_a_flipped_bit_in_the_payload_shows(wire):
+    handler, _, call = wire
+    await call.write(opening_wire())
+    frame = bytearray(frame_to_wire(values.header(0), payload(0)))
+    frame[-100] ^= 4
+    await call.write(bytes(frame))
+    await call.write(frame_to_wire(values.header(0), payload(0)))
+    await until(lambda: len(handler.frames) == 2)
+    assert [intact for _, _, intact in handler.frames] == [False, True]
+    call.cancel()
+    await until(lambda: handler.ended)
+
+
+async def test_a_frame_that_says_it_is_another_one_shows(wire):
+    handler, _, call = wire
+    await call.write(opening_wire())
+    message = pb.PushRequest.FromString(frame_to_wire(values.header(0), payload(0)))
+    message.frame.header.first_block = 3
+    await call.write(message.SerializeToString())
+    await until(lambda: handler.frames)
+    assert handler.frames[0][0] == replace(values.header(0), first_block=3)
+    assert not handler.frames[0][2]
+    call.cancel()
+    await until(lambda: handler.ended)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([b"\xff\xff"], "not a kvoy.v1.PushRequest"),
+        ([b""], "event is missing"),
+        ([frame_to_wire(values.header(0), payload(0))], "begin with its opening"),
+        ([opening_wire(), opening_wire()], "one opening"),
+        ([opening_wire(), b"\x12\x05\x0a"], "not a kvoy.v1.PushRequest"),
+    ],
+)
+async def test_senders_that_break_the_rules_are_told(wire, messages, says):
+    handler, _, call = wire
+    for message in messages:
+        with contextlib.suppress(asyncio.InvalidStateError):
+            await call.write(message)
+    assert (await call.code()).name == "INVALID_ARGUMENT"
+    assert says in await call.details()
+    assert len(handler.ended) == len(handler.streams)
+
+
+async def test_a_sender_that_stops_talking_before_its_commit(wire):
+    handler, _, call = wire
+    await call.write(opening_wire())
+    await call.done_writing()
+    await until(lambda: handler.ended)
+    assert "before its commit" in handler.ended[0][1]
+    await call.code()
+
+
+async def test_a_sender_may_stop_talking_after_its_commit(wire):
+    from kvoy.transport.codec import kv
+
+    handler, _, call = wire
+    await call.write(opening_wire())
+    await call.write(pb.PushRequest(commit=kv.commit_to_proto(COMMIT)).SerializeToString())
+    await call.done_writing()
+    await until(lambda: handler.commits)
+    handler.streams[0].send(Committed())
+    assert pb.PushResponse.FromString(await call.read()).HasField("committed")
+    assert (await call.code()).name == "OK"
+    assert handler.ended[0][1] == ""
+
+
+async def test_a_receiver_that_stops_ends_its_handoffs(serve, channels):
+    handler = Ingest()
+    server = await serve(ingest_service(handler))
+    connector = GrpcHandoffConnector(channels)
+    stream = await connector.open(server.address, values.OPENING, 30)
+    messages = stream.messages()
+    await until(lambda: handler.streams)
+    await server.stop(10)
+    assert [reason for _, reason in handler.ended] == ["The decode pod is leaving."]
+    with pytest.raises(Exception, match="leaving"):
+        await anext(messages)
+    await stream.close()
+
+
+async def test_the_senders_channel_goes_away_under_it(serve):
+    handler = Ingest()
+    server = await serve(ingest_service(handler))
+    channels = Channels()
+    stream = await GrpcHandoffConnector(channels).open(server.address, values.OPENING, 30)
+    reader = asyncio.create_task(anext(stream.messages()))
+    await until(lambda: handler.streams)
+    await channels.keep_only([])
+    with pytest.raises(PeerError):
+        await reader
+    with pytest.raises(PeerError):
+        await stream.send_frame(values.header(0), payload(0))
+    await until(lambda: handler.ended)
+    assert handler.ended[0][1] == "the sender is gone"
+
+
+async def test_a_receiver_with_a_bug_tells_the_sender(serve, channels, caplog):
+    class Broken(Ingest):
+        async def frame(self, *told):
+            raise ZeroDivisionError(told)
+
+    handler = Broken()
+    server = await serve(ingest_service(handler))
+    stream = await GrpcHandoffConnector(channels).open(server.address, values.OPENING, 30)
+    await stream.send_frame(values.header(0), payload(0))
+    with pytest.raises(Exception, match="Internal error"):
+        await anext(stream.messages())
+    assert len(handler.ended) == 1
+    assert "ZeroDivisionError" in caplog.text
