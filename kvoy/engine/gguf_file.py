@@ -84,6 +84,8 @@ class GgufFile:
                 raise self._corrupt(f"tensor {name!r} has {dimensions} dimensions")
             sizes = struct.unpack_from(f"<{dimensions}Q", self._bytes, position + 4)
             type_code, offset = struct.unpack_from("<IQ", self._bytes, position + 4 + 8 * dimensions)
+            if not all(sizes):
+                raise self._corrupt(f"tensor {name!r} has no items")
             position += 16 + 8 * dimensions
             described.append((name, tuple(reversed(sizes)), type_code, offset))
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)

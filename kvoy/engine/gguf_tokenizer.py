@@ -1,7 +1,7 @@
 """A tokenizer from the vocabulary in a GGUF file: BPE over bytes (model "gpt2") or sentencepiece (model "llama").
 
-Owns how each ``tokenizer.ggml.pre`` splits text and how sentencepiece scores become merges; agrees with llama.cpp
-and with the models' own tokenizer.json. What is built goes to the cache: the JSON of the
+Owns how each ``tokenizer.ggml.pre`` splits text and how sentencepiece scores become merges; follows llama.cpp, and
+the model's own tokenizer where the two differ (NFC of Qwen). What is built goes to the cache: the JSON of the
 tokenizers library and its sha256. Torch-free.
 """
 

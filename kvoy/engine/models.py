@@ -92,17 +92,22 @@ def resolve(model: str, cache_dir: Path | None = None, progress: Callable[[str],
     tell = progress or (lambda _: None)
     if model in presets.PRESETS:
         return ModelFiles(model, ModelKind.GGUF, presets.fetch(presets.PRESETS[model], cache, tell), cache)
-    path = Path(model).expanduser()
-    if model and path.is_file():
+    path = Path(model)
+    try:
+        path = path.expanduser()
+        is_file, is_directory = path.is_file(), bool(model) and path.is_dir()
+    except (OSError, RuntimeError):  # too long a name, or the home of nobody
+        is_file, is_directory = False, False
+    if is_file:
         return _gguf(path, cache)
-    if model and path.is_dir():
+    if is_directory:
         return _hugging_face(path.resolve().name, path, cache)
     if path.suffix == ".gguf" or model.startswith(("/", "./", "../", "~")):
-        raise ModelError(f"there is no file or directory {model}")
+        raise ModelError(f"there is no file or directory {model:.200}")
     if _HUB_ID.fullmatch(model):
         return _hugging_face(model, hub.fetch(model, tell), cache)
     raise ModelError(
-        f"there is no model {model!r}; give a preset ({', '.join(presets.PRESETS)}), a .gguf file, "
+        f"there is no model {model!r:.200}; give a preset ({', '.join(presets.PRESETS)}), a .gguf file, "
         "a Hugging Face directory or a hub id such as org/name"
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoy.core.errors import ModelError
-from kvoy.engine.cache import READ_BYTES, cache_folder, file_sha256, locked, replacing
+from kvoy.engine.cache import READ_BYTES, cache_folder, file_sha256, locked, remembered_sha256, replacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,17 @@ PRESETS = {
 def cached(preset: Preset, cache_dir: Path) -> Path | None:
     """The preset's file if it is in the cache."""
     target = _target(preset, cache_dir)
-    return target if _is_whole(target, preset) else None
+    return target if _is_right(target, preset, cache_dir) else None
 
 
 def fetch(preset: Preset, cache_dir: Path, progress: Callable[[str], None]) -> Path:
     """The preset's file in the cache, downloaded if it is not there. One process downloads, others wait for it."""
     target = _target(preset, cache_dir)
     with cache_folder(target.parent):
-        if _is_whole(target, preset):
+        if _is_right(target, preset, cache_dir):
             return target
         with locked(target):
-            if not _is_whole(target, preset):
+            if not _is_right(target, preset, cache_dir):
                 _download(preset, target, progress)
     return target
 
@@ -79,9 +79,9 @@ def _target(preset: Preset, cache_dir: Path) -> Path:
     return cache_dir / "models" / preset.name / preset.file_name
 
 
-def _is_whole(path: Path, preset: Preset) -> bool:
-    """Size only: the content was checked before the file got its name, and is again when it is first read."""
-    return path.is_file() and path.stat().st_size == preset.size_bytes
+def _is_right(path: Path, preset: Preset, cache_dir: Path) -> bool:
+    """By content, not by name; costs nothing while the file is as it was."""
+    return path.is_file() and remembered_sha256(path, cache_dir) == preset.sha256
 
 
 def _download(preset: Preset, target: Path, progress: Callable[[str], None]) -> None:

@@ -133,9 +133,10 @@ class Tokenizer:
 
 def _encoded(backend: tokenizers.Tokenizer, text: str, *, with_bos: bool = False) -> tokenizers.Encoding:
     try:
-        return backend.encode(text, add_special_tokens=with_bos)
+        text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest("the text has half of a surrogate pair, which is no character") from error
+    return backend.encode(text, add_special_tokens=with_bos)
 
 
 def _special_finder(added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
