@@ -100,7 +100,12 @@ class Reloading:
             return
         tokens = fetch.blocks * request.block_tokens
         self._tally.add("reloaded_tokens", tokens)
-        request.report = replace(request.report, reloaded_tokens=request.report.reloaded_tokens + tokens)
+        report = request.report
+        request.report = replace(
+            report,
+            cached_tokens=report.cached_tokens + tokens,
+            reloaded_tokens=report.reloaded_tokens + tokens,
+        )
         request.fill(self._pool, request.filled_tokens + tokens)
         self._go_on(request)
 
