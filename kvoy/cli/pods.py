@@ -2,12 +2,9 @@
 
 import asyncio
 import json
-import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvoy.cli.generate import Grpc
 from kvoy.cli.words import router_address, show
@@ -28,7 +25,7 @@ def pods(
     if as_json:
         show(json.dumps([describe(pod) for pod in found], indent=1) + "\n")
     else:
-        Console(file=sys.stdout).print(_table(found))
+        show(_table(found))
     return 0
 
 
@@ -67,23 +64,25 @@ def describe(pod: Pod) -> dict[str, Any]:
     }
 
 
-def _table(found: list[Pod]) -> Table:
-    table = Table(box=None, header_style="bold")
-    for column in ("POD", "ROLE", "PID", "ADDRESS", "STATE"):
-        table.add_column(column)
-    for column in ("BLOCKS used", "cached", "total", "SLOTS used", "LEASES", "RUNNING", "WAITING"):
-        table.add_column(column, justify="right")
-    for pod in found:
-        load = pod.load
-        counts = (
-            load.blocks_used_by_requests,
-            load.blocks_cached,
-            load.blocks_total,
-            load.slots_used,
-            load.leases,
-            load.requests_running,
-            load.requests_waiting,
-        )
-        words = (pod.pod_id, pod.role.value, str(pod.pid), pod.address, pod.state.value)
-        table.add_row(*words, *(str(count) for count in counts))
-    return table
+_COLUMNS = {
+    "POD": "pod_id",
+    "ROLE": "role",
+    "PID": "pid",
+    "ADDRESS": "address",
+    "STATE": "state",
+    "BLOCKS": "blocks_total",
+    "USED": "blocks_used_by_requests",
+    "CACHED": "blocks_cached",
+    "SLOTS USED": "slots_used",
+    "LEASES": "leases",
+    "RUNNING": "requests_running",
+    "WAITING": "requests_waiting",
+}
+
+
+def _table(found: list[Pod]) -> str:
+    """One line a pod; as wide as it has to be, so that it can be cut by other programs."""
+    described = [describe(pod) for pod in found]
+    rows = [list(_COLUMNS), *([str(pod[field]) for field in _COLUMNS.values()] for pod in described)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)

@@ -120,8 +120,8 @@ def test_grpcurl_generates(running):
         messages.append(message)
     assert "".join(message.get("text", "") for message in messages) == "The capital of France is Paris."
     assert len(messages) > 2
-    assert messages[-1]["finishReason"] == "FINISH_REASON_STOP"
-    assert messages[-1]["usage"]["completionTokens"] == 8
+    assert messages[-1]["finish_reason"] == "FINISH_REASON_STOP"
+    assert messages[-1]["usage"]["completion_tokens"] == 8
 
 
 def test_the_python_client(running):
