@@ -5,6 +5,7 @@ are the same code and the pair is known to no third process. Ends are told apart
 """
 
 import asyncio
+import contextlib
 import pickle
 import socket
 import struct
@@ -100,5 +101,8 @@ class AsyncChannel:
             pass
         return []
 
-    def close(self) -> None:
-        self._writer.close()
+    async def close(self) -> None:
+        """Give the socket back; what is not sent yet is dropped."""
+        self._writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()

@@ -3,7 +3,6 @@
 Owns everything that takes memory. Knows nothing of processes, sockets or signals: that is worker.py.
 """
 
-import gc
 import time
 from collections.abc import Callable
 from typing import assert_never
@@ -80,8 +79,6 @@ class Engine:
         if tokens > 1:
             self._runner.run(StepPlan(0, prefill=(PrefillRow("warm-up", (0,) * (tokens - 1), 0, table, GREEDY),)))
         self._runner.run(StepPlan(1, decode=(DecodeRow("warm-up", 0, tokens - 1, table, GREEDY),)))
-        gc.collect()
-        gc.freeze()
 
 
 def check_settings(settings: EngineSettings) -> None:

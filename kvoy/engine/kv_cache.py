@@ -51,12 +51,14 @@ class KvLayout:
 
 
 class KvPool:
-    """Owns the pool's memory. Zeros at first, and a page costs memory only once something is written to it."""
+    """Owns the pool's memory. Zeros at first, and a page costs memory only once something is written to it.
+    ConfigError when the machine does not give that much."""
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
-        memory = mmap.mmap(-1, layout.blocks * layout.spec.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        elements = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.spec.dtype])
+        elements = torch.frombuffer(
+            _zeros(layout.blocks * layout.spec.block_bytes), dtype=TORCH_DTYPES[layout.spec.dtype]
+        )
         self._pool = elements.as_strided(layout.shape, layout.strides)
         self._layers = self._pool.unbind(1)
 
@@ -90,6 +92,15 @@ class KvPool:
             raise InvariantError(f"{wire_bytes} bytes do not fit a slot of {len(slot)}")
         elements = torch.frombuffer(slot, dtype=TORCH_DTYPES[spec.dtype], count=wire_bytes // spec.dtype.item_bytes)
         return elements.view(len(blocks), layers, *self.layout.shape[2:])
+
+
+def _zeros(size_bytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError(
+            f"no memory for a KV pool of {size_bytes} bytes ({error.strerror}); lower pool_bytes"
+        ) from error
 
 
 def blocks_in(pool_bytes: int, spec: KvSpec) -> int:

@@ -6,7 +6,6 @@ in vocabulary order, not by rank: two logits that change places by a rounding th
 """
 
 import hashlib
-import math
 import struct
 from collections.abc import Sequence
 
@@ -19,7 +18,7 @@ from kvoy.core.types import TokenLogprob
 from kvoy.engine.batch import SampleAt
 
 _FIRST_CANDIDATES = 1024
-"""top-p looks among this many best tokens before it sorts a whole vocabulary."""
+"""top-p looks among this many best tokens; only when they do not reach p is a whole vocabulary sorted."""
 
 
 def sample(logits: Tensor, wanted: Sequence[SampleAt]) -> list[Sampled]:
@@ -50,13 +49,12 @@ def draw(seed: int, position: int) -> float:
 
 
 def _sample_random(logits: Tensor, wanted: Sequence[SampleAt]) -> list[int]:
-    """Temperature, then top-k, then top-p over what top-k left; tokens that tie with the last one kept are kept."""
-    temperatures = torch.tensor([at.sampling.temperature for at in wanted], dtype=torch.float64).unsqueeze(1)
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures  # the best is 0 even at tiny temperatures
-    for row, at in enumerate(wanted):
-        threshold = _threshold(scaled[row], at.sampling.top_k, at.sampling.top_p)
-        scaled[row].masked_fill_(scaled[row] < threshold, -math.inf)
-    cumulative = scaled.exp_().cumsum(-1)
+    """A token for each row of logits [rows, vocab], every row at a temperature above 0."""
+    # At the bounds a distribution is one token, or flat, as far as fp32 can tell; between them nothing overflows.
+    temperatures = torch.tensor([min(max(at.sampling.temperature, 1e-10), 1e10) for at in wanted]).unsqueeze(1)
+    weights = (logits - logits.amax(-1, keepdim=True)).div_(temperatures).exp_()
+    _filter(weights, wanted)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()
     draws = torch.tensor([draw(at.sampling.seed, at.position) for at in wanted], dtype=torch.float64).unsqueeze(1)
     found = torch.searchsorted(cumulative, draws * total, right=True)
@@ -64,26 +62,32 @@ def _sample_random(logits: Tensor, wanted: Sequence[SampleAt]) -> list[int]:
     return torch.minimum(found, last_possible).flatten().tolist()
 
 
-def _threshold(scaled: Tensor, top_k: int, top_p: float) -> float:
-    """The lowest scaled logit that top-k and top-p keep, of one row [vocab]; -inf keeps all."""
-    vocab = scaled.shape[0]
-    kept = scaled.topk(min(top_k, vocab)).values if top_k else None
+def _filter(weights: Tensor, wanted: Sequence[SampleAt]) -> None:
+    """Zero what top-k, and then top-p within what top-k left, do not keep. Ties of the last one kept are kept."""
+    rows = [row for row, at in enumerate(wanted) if at.sampling.top_k or at.sampling.top_p < 1]
+    if not rows:
+        return
+    most = max(wanted[row].sampling.top_k or _FIRST_CANDIDATES for row in rows)
+    best = weights[rows].topk(min(most, weights.shape[1])).values
+    for row, best_first in zip(rows, best, strict=True):
+        sampling = wanted[row].sampling
+        threshold = _threshold(weights[row], best_first, sampling.top_k, sampling.top_p)
+        weights[row].masked_fill_(weights[row] < threshold, 0)
+
+
+def _threshold(weights: Tensor, best_first: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The least weight kept, of one row [vocab] whose leading weights are ``best_first``."""
+    if top_k:
+        weights = best_first = best_first[:top_k]
     if top_p >= 1:
-        return -math.inf if kept is None else float(kept[-1])
-    if kept is not None:
-        return _top_p_threshold(kept, torch.logsumexp(kept, 0), top_p)
-    total = torch.logsumexp(scaled, 0)
-    candidates = scaled.topk(min(_FIRST_CANDIDATES, vocab)).values
-    if float((candidates - total).exp_().sum()) < top_p:
-        candidates = scaled.sort(descending=True).values
-    return _top_p_threshold(candidates, total, top_p)
-
-
-def _top_p_threshold(best_first: Tensor, total: Tensor, top_p: float) -> float:
-    """The logit of the last token of the smallest leading set whose probability reaches ``top_p``."""
-    reached = (best_first - total).exp_().cumsum(0)
-    last = int(torch.searchsorted(reached, top_p))
-    return float(best_first[min(last, best_first.shape[0] - 1)])
+        return best_first[-1]
+    wanted = top_p * float(weights.sum(dtype=torch.float64))
+    reached = best_first.cumsum(0, dtype=torch.float64)
+    if reached[-1] < wanted:
+        best_first = weights.sort(descending=True).values
+        reached = best_first.cumsum(0, dtype=torch.float64)
+    last = int(torch.searchsorted(reached, wanted))
+    return best_first[min(last, best_first.shape[0] - 1)]
 
 
 def _logprobs(logits: Tensor, wanted: Sequence[SampleAt], tokens: Sequence[int]) -> dict[int, TokenLogprob]:

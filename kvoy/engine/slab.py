@@ -32,16 +32,17 @@ def slot_bytes(wanted_bytes: int, spec: KvSpec) -> int:
 
 
 class Slab:
-    """Owns the file descriptor and its mapping until ``close``; zeros at first, and a page that nobody has written
-    costs no memory. The processes that share it say the same sizes."""
+    """Owns the mapping until ``close``; zeros at first, and a page that nobody has written costs no memory. The
+    processes that share it say the same sizes."""
 
     def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
+        """Takes ``fd`` over, unless it raises."""
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self._fd = fd
         os.ftruncate(fd, slots * slot_bytes)
         self._map = mmap.mmap(fd, slots * slot_bytes)
         self._view = memoryview(self._map)
+        os.close(fd)
 
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable, valid until ``close`` and while it is held."""
@@ -51,10 +52,6 @@ class Slab:
 
     def close(self) -> None:
         """Idempotent. Slots that are still held keep the memory, and nothing else, until they are gone."""
-        if self._fd < 0:
-            return
-        os.close(self._fd)
-        self._fd = -1
         self._view.release()
         with contextlib.suppress(BufferError):
             self._map.close()

@@ -1,9 +1,10 @@
 """The engine worker process: ``python -m kvoy.engine.worker SOCKET_FD SLAB_FD``, started by runtime/engine_client.py.
 
-Owns what makes it a good child: it lives no longer than its parent, whatever either is doing, leaves interrupts from
-the terminal to the parent, and says in one sentence why it failed. What an order means is engine.py's affair.
+Owns what makes it a good child: it lives no longer than its parent, whatever either is doing, leaves signals that
+reach the whole group to the parent, and says in one sentence why it failed. What an order means is engine.py's affair.
 """
 
+import gc
 import logging
 import os
 import select
@@ -44,6 +45,8 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
     from kvoy.engine.engine import Engine  # noqa: PLC0415 (torch takes seconds to import, and may fail: say so)
 
     engine = Engine(settings, slab_fd, progress=lambda message: channel.send(Progress(message)))
+    gc.collect()
+    gc.freeze()  # what the model is made of stays: no later collection need look at it
     channel.send(engine.ready)
     while orders := orders or channel.receive():
         for order in orders:
@@ -55,7 +58,8 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
 
 def main() -> int:
     """The exit code: 0 after Stop or when the parent is gone, 1 after a failure that the parent was told of."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signal_to_all in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a supervisor: the parent decides
+        signal.signal(signal_to_all, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     socket_fd, slab_fd = (int(argument) for argument in sys.argv[1:])
     os.set_inheritable(socket_fd, False)

@@ -66,10 +66,10 @@ class EngineClient:
             return cls(process, channel, ready, slab)
         except BaseException:
             os.close(slab_fd)
-            if channel is not None:
-                channel.close()
             if process is not None:
                 await _kill(process)
+            if channel is not None:
+                await channel.close()
             raise
 
     @property
@@ -101,8 +101,8 @@ class EngineClient:
             self._channel.send(Stop())
             await _reap(self._process)
         finally:
-            self._channel.close()
             self.slab.close()
+            await self._channel.close()
 
 
 def _usable_cores() -> int:

@@ -1,0 +1,100 @@
+"""SmolLM2 in fp32 says, token for token, what transformers says, however the prompts are cut, batched and placed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvoy.core.step import PrefillRow, StepPlan
+from kvoy.core.types import GREEDY, KvDtype, SamplingParams
+from kvoy.engine.kv_cache import KvPool
+from kvoy.engine.runner import Runner
+from tests.engine.running import Prompt, load, poison, run_all, step
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())["cases"]
+SHORT = [case for case in CASES if len(case["prompt_ids"]) < 1000]
+WITH_LOGPROBS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1, top_logprobs=0)
+BLOCK_TOKENS = 16
+BLOCKS = 420
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2) -> tuple[Runner, KvPool]:
+    decoder, pool = load(smollm2, blocks=BLOCKS, block_tokens=BLOCK_TOKENS)
+    poison(pool)
+    return Runner(decoder, pool, context_tokens=8192), pool
+
+
+def prompts(cases: list[dict]) -> list[Prompt]:
+    return [
+        Prompt(case["id"], tuple(case["prompt_ids"]), len(case["output_ids"]), sampling=WITH_LOGPROBS) for case in cases
+    ]
+
+
+def check(done: list[Prompt], cases: list[dict]) -> None:
+    for prompt, case in zip(done, cases, strict=True):
+        assert prompt.output_ids == case["output_ids"], prompt.name
+        logprobs = [one.logprob.logprob for one in prompt.sampled]
+        assert logprobs == pytest.approx(case["logprobs"], abs=1e-3), prompt.name
+
+
+def test_all_prompts_whole_eight_at_a_time(engine):
+    todo = prompts(CASES)
+    run_all(*engine, todo, chunk_tokens=10_000, at_once=8)
+    check(todo, CASES)
+
+
+def test_all_prompts_in_chunks_beside_decode_rows(engine):
+    todo = prompts(CASES[::-1])
+    run_all(*engine, todo, chunk_tokens=500, at_once=8)
+    check(todo, CASES[::-1])
+
+
+@pytest.mark.parametrize(("chunk_tokens", "at_once"), [(16, 8), (7, 5)])
+def test_short_prompts_in_small_chunks(engine, chunk_tokens, at_once):
+    todo = prompts(SHORT)
+    run_all(*engine, todo, chunk_tokens=chunk_tokens, at_once=at_once)
+    check(todo, SHORT)
+
+
+def test_one_prompt_alone(engine):
+    alone = [case for case in CASES if case["id"] in {"chat_france", "chat_turns3", "one_token"}]
+    todo = prompts(alone)
+    run_all(*engine, todo, chunk_tokens=10_000, at_once=1)
+    check(todo, alone)
+
+
+def test_bf16_answers_the_same_where_the_margin_allows(smollm2):
+    decoder, pool = load(smollm2, blocks=8, block_tokens=BLOCK_TOKENS, dtype=KvDtype.BF16)
+    (case,) = [case for case in CASES if case["id"] == "chat_france"]
+    ids = (*case["prompt_ids"], *case["output_ids"][:3])  # past "The capital of", whose first margin is thin
+    prompt = Prompt("france", ids, len(case["output_ids"]) - 3, table=tuple(range(8)))
+    while not prompt.is_done:
+        step(Runner(decoder, pool, context_tokens=8192), [prompt], chunk_tokens=512)
+    assert prompt.output_ids == case["output_ids"][3:]
+
+
+def test_a_row_alone_and_in_a_batch_have_equal_logprobs_up_to_rounding(engine):
+    runner, _ = engine
+    rows = tuple(
+        PrefillRow(case["id"], tuple(case["prompt_ids"]), 0, tuple(range(n * 8, n * 8 + 8)), WITH_LOGPROBS)
+        for n, case in enumerate(SHORT)
+    )
+    together = runner.run(StepPlan(1, rows)).sampled
+    for row, batched in zip(rows, together, strict=True):
+        (alone,) = runner.run(StepPlan(2, (row,))).sampled
+        assert alone.token_id == batched.token_id
+        assert alone.logprob.logprob == pytest.approx(batched.logprob.logprob, abs=1e-4)
+
+
+def test_a_prefix_in_shared_blocks_serves_two_requests(engine):
+    runner, _ = engine
+    (case,) = [case for case in CASES if case["id"] == "chat_turns3"]
+    ids = tuple(case["prompt_ids"])
+    whole_blocks = len(ids) // BLOCK_TOKENS
+    shared, head = tuple(range(100, 100 + whole_blocks)), ids[: whole_blocks * BLOCK_TOKENS]
+    runner.run(StepPlan(1, (PrefillRow("first", head, 0, shared),)))
+    tails = tuple(
+        PrefillRow(name, ids[len(head) :], len(head), (*shared, own), GREEDY) for name, own in (("a", 5), ("b", 9))
+    )
+    assert [one.token_id for one in runner.run(StepPlan(2, tails)).sampled] == [case["output_ids"][0]] * 2
