@@ -27,6 +27,9 @@ BREAK = "\ufdd0"
 """Put into a special token's spelling to make it plain text, and dropped again before the text is cut up. Unicode
 keeps this code point free for uses inside a program; it is removed from what users send."""
 
+_LONG_CHARS = 8192
+"""Text that takes longer than some 2 ms."""
+
 _SPECIAL_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -104,6 +107,10 @@ class Tokenizer:
         detokenizer = self.detokenizer()
         return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, which need not be whole characters; empty for special tokens."""
+        return self._vocabulary.bytes_of(token_id)
+
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
         """For one output. ``continuing``: the text goes on from a prompt, so a space at its start is kept."""
         return Detokenizer(self._vocabulary, continuing=continuing)
@@ -136,6 +143,9 @@ def _encoded(backend: tokenizers.Tokenizer, text: str, *, with_bos: bool = False
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest("the text has half of a surrogate pair, which is no character") from error
+    if len(text) > _LONG_CHARS:
+        # Of the two, only this one lets other threads of the process run meanwhile.
+        return backend.encode_batch([text], add_special_tokens=with_bos)[0]
     return backend.encode(text, add_special_tokens=with_bos)
 
 
