@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvoy.core.step import PrefillRow, StepPlan
 from kvoy.core.types import GREEDY, KvDtype, SamplingParams
@@ -20,6 +21,7 @@ BLOCKS = 420
 
 @pytest.fixture(scope="module")
 def engine(smollm2) -> tuple[Runner, KvPool]:
+    torch.set_num_threads(1)  # two that spin take many times as long when another process wants a core
     decoder, pool = load(smollm2, blocks=BLOCKS, block_tokens=BLOCK_TOKENS)
     poison(pool)
     return Runner(decoder, pool, context_tokens=8192), pool
@@ -38,10 +40,11 @@ def check(done: list[Prompt], cases: list[dict]) -> None:
         assert logprobs == pytest.approx(case["logprobs"], abs=1e-3), prompt.name
 
 
-def test_all_prompts_whole_eight_at_a_time(engine):
-    todo = prompts(CASES)
+def test_whole_prompts_eight_at_a_time(engine):
+    cases = [case for case in CASES if len(case["prompt_ids"]) < 2000]
+    todo = prompts(cases)
     run_all(*engine, todo, chunk_tokens=10_000, at_once=8)
-    check(todo, CASES)
+    check(todo, cases)
 
 
 def test_all_prompts_in_chunks_beside_decode_rows(engine):
@@ -50,10 +53,9 @@ def test_all_prompts_in_chunks_beside_decode_rows(engine):
     check(todo, CASES[::-1])
 
 
-@pytest.mark.parametrize(("chunk_tokens", "at_once"), [(16, 8), (7, 5)])
-def test_short_prompts_in_small_chunks(engine, chunk_tokens, at_once):
+def test_short_prompts_in_chunks_smaller_than_a_block(engine):
     todo = prompts(SHORT)
-    run_all(*engine, todo, chunk_tokens=chunk_tokens, at_once=at_once)
+    run_all(*engine, todo, chunk_tokens=7, at_once=8)
     check(todo, SHORT)
 
 
