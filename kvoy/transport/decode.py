@@ -81,7 +81,7 @@ class _Face:
 
     def end_streams(self) -> None:
         for session in self._sessions:
-            session.outbox.fail(Unavailable("The decode pod is leaving.", "draining"))
+            session.outbox.finish(Unavailable("The decode pod is leaving.", "draining"))
 
     async def serve(self, exchange: Exchange) -> None:
         session = _Session(f"router-{next(self._numbers)}")

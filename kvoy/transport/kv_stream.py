@@ -105,7 +105,7 @@ class _Face:
 
     def end_streams(self) -> None:
         for stream in self._streams:
-            stream.outbox.fail(Unavailable("The decode pod is leaving.", "draining"))
+            stream.outbox.finish(Unavailable("The decode pod is leaving.", "draining"))
 
     async def push(self, exchange: Exchange) -> None:
         wire = await exchange.read()

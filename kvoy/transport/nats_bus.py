@@ -25,6 +25,7 @@ SUBSCRIPTION_BYTES = 64 * 1024 * 1024
 FIRST_CONNECT_S = 1.0
 """How long start waits for a NATS that is there, so that the first events are not lost."""
 FLUSH_S = 2
+CLOSE_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class NatsBus:
         self._client = Client()
         self._outbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(OUTBOX_MESSAGES)
         self._subscriptions: set[_NatsSubscription] = set()
+        self._closing = False
         self._met = False
         """NATS has answered once: from now on nats-py keeps connection and subscriptions."""
         self._up = True
@@ -79,10 +81,15 @@ class NatsBus:
 
     async def close(self) -> None:
         """Ends subscriptions and connection; what waits to be sent is dropped."""
+        self._closing = True
         for task in (self._connecting, self._sending):
             task.cancel()
         await asyncio.wait({self._connecting, self._sending})
-        await self._client.close()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._client.close()
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            _log.warning("the event bus (NATS at %s) did not take what was left: %r", self._where, error)
 
     async def _connect(self) -> None:
         await self._client.connect(
@@ -91,6 +98,7 @@ class NatsBus:
             max_reconnect_attempts=-1,
             reconnect_time_wait=1,
             ping_interval=10,
+            flush_timeout=FLUSH_S,
             error_cb=self._failed,
             disconnected_cb=self._lost,
             reconnected_cb=self._found,
@@ -101,7 +109,7 @@ class NatsBus:
             await subscription.begin(self._client)
 
     async def _send(self) -> None:
-        while True:
+        while not self._closing:  # nats-py swallows a cancellation that comes while it flushes
             subject, payload = await self._outbox.get()
             try:
                 await self._client.publish(subject, payload)

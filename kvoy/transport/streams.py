@@ -29,6 +29,7 @@ class Outbox(Generic[T]):
         self._weight = 0
         self._wake = asyncio.Event()
         self._finished = False
+        self._last_word: KvoyError | None = None
         self._error: KvoyError | None = None
         self._failed = asyncio.Event()
 
@@ -48,9 +49,11 @@ class Outbox(Generic[T]):
         self._waiting.append(message)
         self._wake.set()
 
-    def finish(self) -> None:
-        """Nothing more will be put; what is there is still taken."""
-        self._finished = True
+    def finish(self, error: KvoyError | None = None) -> None:
+        """Nothing more will be put; what is there is still taken, and then ``error``, if any, is raised."""
+        if not self._finished:
+            self._finished = True
+            self._last_word = error
         self._wake.set()
 
     def fail(self, error: KvoyError) -> None:
@@ -61,10 +64,12 @@ class Outbox(Generic[T]):
             self._failed.set()
 
     async def take(self) -> list[T]:
-        """All that waits, at least one; empty once the outbox has finished."""
+        """All that waits, at least one; empty once the outbox has finished, unless that was with an error."""
         while not self._waiting and not self._finished:
             self._wake.clear()
             await self._wake.wait()
+        if not self._waiting and self._last_word is not None:
+            raise self._last_word
         taken = list(self._waiting)
         self._waiting.clear()
         self._weight = 0

@@ -39,6 +39,12 @@ async def pair(request, serve, channels):
     await connector.close()
 
 
+def assert_lost(handler, stream: int) -> None:
+    """Told once. A call that is cut may look like its end for a moment, so the sentence is one of two."""
+    assert [number for number, _ in handler.ended] == [stream]
+    assert handler.ended[0][1] in ("the sender is gone", "The sender ended the handoff before its commit.")
+
+
 async def open_to(pair, timeout_s: float = 30):
     handler, address, connector = pair
     stream = await connector.open(address, values.OPENING, timeout_s)
@@ -97,7 +103,7 @@ async def test_the_sender_leaves(pair):
     await until(lambda: handler.frames)
     await stream.close()
     await until(lambda: handler.ended)
-    assert handler.ended == [(receiver.stream, "the sender is gone")]
+    assert_lost(handler, receiver.stream)
     assert [message async for message in messages] == []
     with pytest.raises(PeerError):
         await stream.send_frame(values.header(1), payload(0))
@@ -282,7 +288,7 @@ async def test_the_senders_channel_goes_away_under_it(serve):
     with pytest.raises(PeerError):
         await stream.send_frame(values.header(0), payload(0))
     await until(lambda: handler.ended)
-    assert handler.ended[0][1] == "the sender is gone"
+    assert_lost(handler, handler.streams[0].stream)
 
 
 async def test_a_receiver_with_a_bug_tells_the_sender(serve, channels, caplog):

@@ -8,7 +8,6 @@ from kvoy.transport.frame_wire import StoreBlock
 from kvoy.transport.kv_store import NAME, StoreClient, kv_store_service
 from kvoy.transport.memory import MemoryBlockStore
 from kvoy.v1 import kv_pb2 as pb
-from tests.transport import values
 from tests.transport.handlers import Store
 
 SPEC = KvSpec(layers=2, kv_heads=1, head_dim=16, block_tokens=4, dtype=KvDtype.BF16)
@@ -150,4 +149,3 @@ def test_the_twin_is_the_port():
 
     port: BlockStore = MemoryBlockStore()
     assert port is not None
-    assert values.SPEC.block_bytes > 0
