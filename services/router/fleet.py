@@ -127,6 +127,7 @@ class Fleet:
     def suspect(self, pod_id: str) -> None:
         """A connection to the pod broke, or the pod is about to leave: not to be chosen for a while."""
         self.table.suspect(pod_id, self.clock())
+        self.look()
 
     def look(self) -> None:
         """Tells whoever watches if the set of usable pods is another one than before."""

@@ -58,14 +58,16 @@ class HttpFace:
     # --- OpenAI
 
     async def completions(self, request: Request) -> Reply:
-        headers = _headers(request)
-        body = parse(CompletionBody, await read_body(request))
-        return await self._answer(body, openai_params.completion(body, headers))
+        with self._router.counting_refusals():
+            headers = _headers(request)
+            body = parse(CompletionBody, await read_body(request))
+            return await self._answer(body, openai_params.completion(body, headers))
 
     async def chat_completions(self, request: Request) -> Reply:
-        headers = _headers(request)
-        body = parse(ChatBody, await read_body(request))
-        return await self._answer(body, openai_params.chat(body, headers))
+        with self._router.counting_refusals():
+            headers = _headers(request)
+            body = parse(ChatBody, await read_body(request))
+            return await self._answer(body, openai_params.chat(body, headers))
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model(self._router.model)]})

@@ -4,6 +4,7 @@ Owns nothing but the shapes. Pieces come as GenerateChunks; what was asked for b
 usage) is in the Ask. Logprobs of minus infinity are told as -9999, since JSON has no infinity.
 """
 
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,10 +18,10 @@ LOWEST_LOGPROB = -9999.0
 Json = dict[str, object]
 
 
-class Decoder(Protocol):
-    """Ids to text."""
+class Speller(Protocol):
+    """Ids to bytes, which need not be whole characters."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,18 @@ class _Answer:
     prompt_ids: tuple[int, ...]
     chunks: int = 0
     chars: int = 0
-    """Of token strings, for text_offset."""
+    """Of the text so far, for text_offset."""
+    decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
     usage: Usage | None = None
 
 
 @dataclass(slots=True)
 class Replier:
-    """Tells one call's answers. ``prompts`` has the prompt of each answer, in order; ``decoder`` spells tokens."""
+    """Tells one call's answers. ``prompts`` has the prompt of each answer, in order; ``speller`` spells tokens."""
 
     ask: Ask
     head: Head
-    decoder: Decoder
+    speller: Speller
     prompts: Sequence[tuple[int, ...]]
     answers: list[_Answer] = field(init=False)
 
@@ -153,17 +155,17 @@ class Replier:
         return {**self._spelled(entry.token_id, entry.logprob), "top_logprobs": best}
 
     def _spelled(self, token_id: int, logprob: float) -> Json:
-        token = self.decoder.decode([token_id])
-        return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode())}
+        spelled = self.speller.token_bytes(token_id)
+        return {"token": _token_text(spelled), "logprob": _finite(logprob), "bytes": list(spelled)}
 
     def _legacy_logprobs(self, answer: _Answer, entries: Sequence[TokenLogprob]) -> Json:
-        tokens = [self.decoder.decode([entry.token_id]) for entry in entries]
+        spelled = [self.speller.token_bytes(entry.token_id) for entry in entries]
         offsets = []
-        for token in tokens:
+        for piece in spelled:
             offsets.append(answer.chars)
-            answer.chars += len(token)
+            answer.chars += len(answer.decoder.decode(piece))
         return {
-            "tokens": tokens,
+            "tokens": [_token_text(piece) for piece in spelled],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [self._best(entry) for entry in entries],
             "text_offset": offsets,
@@ -174,8 +176,16 @@ class Replier:
         pairs = [*entry.top[: self.ask.logprobs or 0], (entry.token_id, entry.logprob)]
         best: dict[str, float] = {}
         for token_id, logprob in pairs:
-            best.setdefault(self.decoder.decode([token_id]), _finite(logprob))
+            best.setdefault(_token_text(self.speller.token_bytes(token_id)), _finite(logprob))
         return best
+
+
+def _token_text(spelled: bytes) -> str:
+    """A token as text; the bytes of one that is no whole character are spelled in hex."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def _finite(logprob: float) -> float:

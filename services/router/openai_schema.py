@@ -102,6 +102,12 @@ _WANTED = {
     "text": "a string",
     "top_logprobs": "a whole number",
 }
+_ITEM_WANTED = {
+    "stop_token_ids": "a token id",
+    "messages": "an object with role and content",
+    "content": "a part with type and text",
+}
+"""Of the items of a list; other lists are told whole."""
 _LOGPROBS_WANTED = {CompletionBody: "a whole number", ChatBody: "true or false"}
 
 B = TypeVar("B", CompletionBody, ChatBody)
@@ -125,6 +131,8 @@ def _complaint(kind: type[Body], body: bytes, first: ErrorDetails) -> InvalidReq
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is missing.", param)
     wanted = _LOGPROBS_WANTED[kind] if field == "logprobs" else _WANTED[field]
+    if isinstance(first["loc"][-1], int):
+        wanted = _ITEM_WANTED.get(field, wanted)
     return InvalidRequest(f"{param} must be {wanted}, got {shown(first['input'])}.", param)
 
 

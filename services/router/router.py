@@ -4,7 +4,8 @@ Owns admission and the flights' beginnings and ends. gRPC and HTTP are thin face
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,15 +63,11 @@ class Router:
         """``choices`` answers to each of ``calls`` (which have passed kvoy.core.generate.check), all or none of them,
         in order. Raises InvalidRequest, NotFound, Overloaded or Unavailable."""
         now = self.fleet.clock()
-        try:
-            if self.draining:
-                raise Unavailable("This router is about to leave and takes nothing new; try again.", "draining")
-            once = [await resolve(call, self.served, self.fleet.context_tokens, now) for call in calls]
-            resolved = [another(one, choice) for one in once for choice in range(choices)]
-            ticket = self._admit(resolved)
-        except (InvalidRequest, NotFound, Overloaded, Unavailable) as error:
-            self.refused(error)
-            raise
+        if self.draining:
+            raise Unavailable("This router is about to leave and takes nothing new; try again.", "draining")
+        once = [await resolve(call, self.served, self.fleet.context_tokens, now) for call in calls]
+        resolved = [another(one, choice) for one in once for choice in range(choices)]
+        ticket = self._admit(resolved)
         mailbox = Mailbox()
         flights = [
             Flight(
@@ -85,16 +82,20 @@ class Router:
         ]
         return Answers(mailbox, flights, lambda: self._release(ticket))
 
-    def refused(self, error: InvalidRequest | NotFound | Overloaded | Unavailable) -> None:
-        """Counts a call that was refused before any pod was asked."""
-        match error:
-            case InvalidRequest():
-                reason = "invalid"
-            case NotFound():
-                reason = "not_found"
-            case Overloaded() | Unavailable():
-                reason = error.reason
-        self.metrics.count("kvoy_router_refused_calls", reason=reason)
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts a call that is refused inside, before any pod is asked."""
+        try:
+            yield
+        except InvalidRequest:
+            self.metrics.count("kvoy_router_refused_calls", reason="invalid")
+            raise
+        except NotFound:
+            self.metrics.count("kvoy_router_refused_calls", reason="not_found")
+            raise
+        except (Overloaded, Unavailable) as error:
+            self.metrics.count("kvoy_router_refused_calls", reason=error.reason)
+            raise
 
     async def tokenize(self, call: TokenizeCall) -> tuple[int, ...]:
         check_model(call.model, self.served)

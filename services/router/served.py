@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvoy.engine.tokenizer import Tokenizer as ModelTokenizer
-
 from kvoy.core.errors import InvalidRequest
 from kvoy.core.generate import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from kvoy.core.types import ModelInfo
 from kvoy.engine import models
+from kvoy.engine.tokenizer import Tokenizer as ModelTokenizer
 from services.router.text import Detokenizer
 
 _SHORT_CHARS = 8192
@@ -34,7 +33,7 @@ class Tokenizer(Protocol):
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
 
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
         """``continuing``: the text goes on from the prompt's, so that a space at its start counts."""

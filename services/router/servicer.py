@@ -15,7 +15,9 @@ class InferenceServicer:
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[GenerateChunk]:
         """One answer; leaving early takes it down."""
-        async with await self._router.open([call]) as answers:
+        with self._router.counting_refusals():
+            opened = await self._router.open([call])
+        async with opened as answers:
             while batch := await answers.take():
                 for _, chunk in batch:
                     yield chunk
