@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvoy.core.errors import ConfigError
 from kvoy.core.types import Role
@@ -28,6 +29,8 @@ _GRACE_S = 8.0
 _DRAIN_S = 2.0
 """What running requests get when the cluster is asked to stop."""
 _LOOK_AGAIN_S = 0.05
+_REACH_S = 5.0
+_DEFAULT_PORTS = {"redis": 6379, "rediss": 6379, "nats": 4222, "tls": 4222}
 
 Say = Callable[[str], None]
 Endpoints = Mapping[str, str]
@@ -77,7 +80,7 @@ class Cluster:
         """The router's addresses ``http`` and ``grpc``, once it has a pod of each kind. StartFailed, ConfigError."""
         self._check_addresses()
         self._make_folders()
-        await _all(self._start_server(server) for server in (REDIS, NATS) if not self._urls[server.name])
+        await _all(self._have_server(server) for server in (REDIS, NATS))
         await _all([*(self._start_pod(pod) for pod in self._pod_list()), self._start_router()])
         router = self._routers[0].child
         assert router is not None
@@ -108,6 +111,13 @@ class Cluster:
                 (self._plan.data_dir / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"The data folder {self._plan.data_dir} cannot be used: {error.strerror}.") from None
+
+    async def _have_server(self, server: LocalServer) -> None:
+        url = self._urls[server.name]
+        if url:
+            await check_reachable(url, f"--{server.name}-url")
+        else:
+            await self._start_server(server)
 
     async def _start_server(self, server: LocalServer) -> None:
         folder = self._plan.data_dir / server.name
@@ -204,6 +214,19 @@ def check_free(address: str, flag: str) -> None:
             f"{flag} {address} cannot be used ({error.strerror}); choose another with {flag} HOST:PORT, "
             "where port 0 takes any free one."
         ) from None
+
+
+async def check_reachable(url: str, flag: str) -> None:
+    """ConfigError if nobody listens where ``url`` points. Pods would wait for it, and a person would not know why."""
+    try:
+        where = urlsplit(url)
+        async with asyncio.timeout(_REACH_S):
+            _, writer = await asyncio.open_connection(where.hostname, where.port or _DEFAULT_PORTS[where.scheme])
+            writer.close()
+    except (ValueError, KeyError):
+        raise ConfigError(f"{flag} is {url!r}, but it must be a URL such as redis://HOST:PORT/0.") from None
+    except OSError as error:
+        raise ConfigError(f"{flag} {url} cannot be reached: {error.strerror or 'no answer'}.") from None
 
 
 async def _answers_ready(http: str) -> None:

@@ -1,4 +1,7 @@
-"""Finds processes that a launcher started, by the mark in their environment; reads /proc, so on Linux only."""
+"""Finds processes that a launcher started, by the mark in their environment; reads /proc, so on Linux only.
+
+Redis writes its title over its environment and so is not found; the kernel ends it with its launcher (tether.py).
+"""
 
 import os
 from dataclasses import dataclass

@@ -24,7 +24,8 @@ LAUNCHER_MARK = "LAUNCHED_BY_KVOY_PROCESS"
 """Variable that children, and theirs, carry: the process id of the launcher. It tells what was left behind."""
 
 _TAIL_BYTES = 16_384
-_LOG_HEAD = re.compile(r"\S+Z \w+ +\S+ \S+ ")
+_LINE_HEAD = re.compile(r"\S+Z \w+ +\S+ \S+ |python -m [\w.]+: ")
+"""What stands before the sentence in a log line, or in a complaint about flags."""
 
 
 class StartFailed(KvoyError):
@@ -112,7 +113,7 @@ class Child:
     def last_words(self) -> str:
         """What the process said last, and how it ended if it said nothing."""
         lines = self.log_lines(1)
-        return _LOG_HEAD.sub("", lines[-1], count=1) if lines else f"it ended with status {self._process.returncode}."
+        return _LINE_HEAD.sub("", lines[-1], count=1) if lines else f"it ended with status {self._process.returncode}."
 
     def log_lines(self, count: int) -> list[str]:
         """The last lines of its log that are not empty."""

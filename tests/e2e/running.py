@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 KVOY = str(Path(sys.executable).with_name("kvoy"))
+GRPCURL = str(Path(sys.executable).with_name("grpcurl"))
 START_S = 120.0
 STOP_S = 30.0
 
@@ -25,14 +26,67 @@ SHAPES = {
 }
 
 
-@dataclass
-class Running:
-    """A cluster that serves. ``said`` is what `kvoy up` wrote on standard error."""
+class Launched:
+    """A `kvoy up` that has been started. ``said`` is what it wrote on standard error so far."""
 
-    process: subprocess.Popen
+    def __init__(self, *words: str) -> None:
+        command = [KVOY, "up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *words]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.said: list[str] = []
+        self._listening = threading.Thread(target=lambda: self.said.extend(self.process.stderr))
+        self._listening.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ready(self) -> "Running":
+        """The cluster, once it serves."""
+        alarm = threading.Timer(START_S, self.process.kill)
+        alarm.start()
+        line = self.process.stdout.readline()
+        alarm.cancel()
+        assert line.startswith("ready "), f"no ready line, but {line!r}; it said: {self.words}"
+        words = dict(word.split("=", 1) for word in line.split()[1:])
+        assert set(words) == {"http", "grpc"}
+        return Running(self, words["http"], words["grpc"])
+
+    @property
+    def words(self) -> str:
+        return "".join(self.said)
+
+    def ended(self, timeout_s: float = STOP_S) -> int:
+        """Its exit status; everything it wrote is in ``said``."""
+        status = self.process.wait(timeout_s)
+        self._listening.join(timeout_s)
+        return status
+
+    def rest(self) -> str:
+        """What is on its standard output and has not been read."""
+        return self.process.stdout.read()
+
+    def close(self) -> None:
+        """Whatever the test did, it is gone after this."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._listening.join()
+            self.process.stdout.close()
+            self.process.stderr.close()
+
+
+@dataclass(frozen=True)
+class Running:
+    """A cluster that serves."""
+
+    launched: Launched
     http: str
     grpc: str
-    said: list[str] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -62,8 +116,8 @@ class Running:
             assert time.monotonic() < deadline, f"still held (blocks, slots, leases, running, waiting): {held}"
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(STOP_S)
+        self.launched.process.send_signal(number)
+        return self.launched.ended()
 
 
 def holdings(pod: dict) -> tuple[int, ...]:
@@ -80,47 +134,14 @@ def kvoy(*words: str, grpc: str = "", check: bool = True, **options) -> subproce
     return ran
 
 
-def launch(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+@contextlib.contextmanager
+def launch(*words: str) -> Iterator[Launched]:
     """Starts `kvoy up` on free ports; ``words`` come last and win."""
-    command = [KVOY, "up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *words]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
-    )
-
-
-def wait_ready(process: subprocess.Popen, timeout_s: float = START_S) -> Running:
-    """The cluster once its ready line is there; its standard error is collected from then on."""
-    said: list[str] = []
-    threading.Thread(target=_collect, args=(process.stderr, said), daemon=True).start()
-    alarm = threading.Timer(timeout_s, process.kill)
-    alarm.start()
-    line = process.stdout.readline()
-    alarm.cancel()
-    assert line.startswith("ready "), f"no ready line, but {line!r}; it said: {''.join(said)}"
-    words = dict(word.split("=", 1) for word in line.split()[1:])
-    assert set(words) == {"http", "grpc"}
-    return Running(process, words["http"], words["grpc"], said)
+    with contextlib.closing(Launched(*words)) as launched:
+        yield launched
 
 
 @contextlib.contextmanager
-def cluster(words: Sequence[str] = (), env: dict[str, str] | None = None) -> Iterator[Running]:
-    process = launch(*words, env=env)
-    try:
-        yield wait_ready(process)
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        finally:
-            process.kill()
-            process.stdout.close()
-
-
-def _collect(stream, lines: list[str]) -> None:
-    with stream:
-        lines.extend(stream)
+def cluster(words: Sequence[str] = ()) -> Iterator[Running]:
+    with launch(*words) as launched:
+        yield launched.ready()

@@ -7,7 +7,8 @@ import subprocess
 import httpx
 import pytest
 
-from tests.e2e.test_clients import GRPCURL, MODEL
+from tests.e2e.running import GRPCURL
+from tests.e2e.test_clients import MODEL
 from tests.e2e.test_goldens import ask, check
 
 CONTEXT_TOKENS = 8192

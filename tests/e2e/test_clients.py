@@ -2,17 +2,14 @@
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import openai
 import pytest
 
 from kvoy.client import Client, user
 from kvoy.core.errors import InvalidRequest
-from tests.e2e.running import kvoy
+from tests.e2e.running import GRPCURL, kvoy
 
-GRPCURL = str(Path(sys.executable).with_name("grpcurl"))
 MODEL = "smollm2-135m"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 

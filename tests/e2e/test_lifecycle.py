@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvoy.runtime.leftovers import launched
-from tests.e2e.running import KVOY, Running, cluster, kvoy, launch, wait_ready
+from tests.e2e.running import GRPCURL, Running, cluster, kvoy, launch
 from tests.helpers.processes import wait_until_gone
 
 SMALL = ("--set", "prefill.pool_bytes=64MiB", "--set", "decode.pool_bytes=64MiB")
@@ -29,7 +29,9 @@ def world(tmp_path, monkeypatch) -> Path:
 
 def family(launcher_pid: int) -> list[int]:
     """The launcher and everything it started, however deep."""
-    return [launcher_pid, *(process.pid for process in launched() if process.launcher_pid == launcher_pid)]
+    children = {child.pid for child in psutil.Process(launcher_pid).children(recursive=True)}
+    marked = {process.pid for process in launched() if process.launcher_pid == launcher_pid}
+    return [launcher_pid, *sorted(children | marked)]
 
 
 def shared_memory() -> set[str]:
@@ -54,73 +56,64 @@ def check_nothing_left(pids: list[int], listening: set[int], shared_before: set[
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_cleanly(world, number):
     shared_before = shared_memory()
-    process = launch(*SMALL)
-    up = wait_ready(process)
-    pids = family(process.pid)
-    listening = ports(pids)
-    assert len(pids) == 9  # kvoy up, redis, nats, kvstore, router, two services and their two engines
-    assert len(listening) >= 7
-    assert up.stop(number) == 0
-    assert process.stdout.read() == ""
-    check_nothing_left(pids, listening, shared_before, world)
-    assert list((world / "tmp").iterdir()) == []
+    with cluster(SMALL) as up:
+        pids = family(up.launched.pid)
+        listening = ports(pids)
+        assert len(pids) == 9  # kvoy up, redis, nats, kvstore, router, two services and their two engines
+        assert len(listening) >= 7
+        assert up.stop(number) == 0
+        assert up.launched.rest() == ""
+        check_nothing_left(pids, listening, shared_before, world)
+    assert list((world / "tmp").glob("kvoy-*")) == []
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(world):
     shared_before = shared_memory()
-    process = launch(*SMALL)
-    wait_ready(process)
-    pids = family(process.pid)
-    listening = ports(pids)
-    assert process.poll() is None
-    process.kill()
-    process.wait()
-    for pid in pids:
-        wait_until_gone(pid)
+    with cluster(SMALL) as up:
+        pids = family(up.launched.pid)
+        listening = ports(pids)
+        assert up.stop(signal.SIGKILL) == -signal.SIGKILL
+        for pid in pids:
+            wait_until_gone(pid)
     assert "no process was left behind" in kvoy("doctor", "--leaks").stdout
     # The next command sweeps up the record and the temporary folder.
     assert "No cluster runs" in kvoy("pods", check=False).stderr
     check_nothing_left(pids, listening, shared_before, world)
-    assert [path.name for path in (world / "tmp").iterdir() if path.name.startswith("kvoy-")] == []
+    assert list((world / "tmp").glob("kvoy-*")) == []
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.4, 0.8, 1.6])
 def test_a_signal_during_the_start_ends_it_cleanly(world, after_s):
-    process = launch(*SMALL)
-    time.sleep(after_s)  # wherever this finds it
-    pids = family(process.pid)
-    process.terminate()
-    out, err = process.communicate(timeout=30)
-    assert "Traceback" not in err
-    assert process.returncode in (0, -signal.SIGTERM)
-    for pid in pids:
-        wait_until_gone(pid)
+    with launch(*SMALL) as launched_one:
+        time.sleep(after_s)  # wherever this finds it
+        pids = family(launched_one.pid)
+        launched_one.process.terminate()
+        assert launched_one.ended() in {0, -signal.SIGTERM}
+        assert "Traceback" not in launched_one.words
+        assert launched_one.rest() == ""
+        for pid in pids:
+            wait_until_gone(pid)
     assert "no process was left behind" in kvoy("doctor", "--leaks").stdout
-    assert out == "" or out.startswith("ready ")
 
 
 def test_a_second_signal_does_not_wait(world):
-    process = launch(*SMALL)
-    up = wait_ready(process)
-    pids = family(process.pid)
     body = '{"text": "Once", "max_tokens": 4000, "ignore_eos": true}'
-    words = ["-plaintext", "-d", body, up.grpc, "kvoy.v1.Inference/Generate"]
-    with subprocess.Popen(
-        [Path(KVOY).with_name("grpcurl"), *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as busy:
-        assert busy.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
-        busy.terminate()
-    for pid in pids:
-        wait_until_gone(pid)
+    with cluster(SMALL) as up:
+        pids = family(up.launched.pid)
+        words = [GRPCURL, "-plaintext", "-d", body, up.grpc, "kvoy.v1.Inference/Generate"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as busy:
+            assert busy.stdout.readline()
+            up.launched.process.send_signal(signal.SIGINT)
+            assert up.stop(signal.SIGINT) == 0
+            busy.terminate()
+        for pid in pids:
+            wait_until_gone(pid)
 
 
 def test_a_pod_or_server_that_dies_is_started_again_and_serves(world):
     with cluster(SMALL) as up:
         mortals = [pod["pid"] for pod in up.pods() if pod["role"] in {"prefill", "decode", "kvstore"}]
-        mortals += [process.pid for process in launched() if "redis-server" in process.command and ours(process, up)]
+        mortals += [child.pid for child in psutil.Process(up.launched.pid).children() if child.name() == "redis-server"]
         for pid in mortals:
             os.kill(pid, signal.SIGKILL)
             wait_for_words(up, "is back", mortals.index(pid) + 1)
@@ -129,17 +122,13 @@ def test_a_pod_or_server_that_dies_is_started_again_and_serves(world):
             assert time.monotonic() < deadline, ran.stderr
         assert ran.stdout == "The capital of France is Paris.\n"
         assert not set(mortals) & {pod["pid"] for pod in up.pods()}
-    assert any("ended with status -9" in line for line in up.said)
-
-
-def ours(process, up: Running) -> bool:
-    return process.launcher_pid == up.process.pid
+    assert any("ended with status -9" in line for line in up.launched.said)
 
 
 def wait_for_words(up: Running, words: str, times: int, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while sum(words in line for line in up.said) < times:
-        assert time.monotonic() < deadline, "".join(up.said)
+    while sum(words in line for line in up.launched.said) < times:
+        assert time.monotonic() < deadline, up.launched.words
         time.sleep(0.01)
 
 
@@ -163,7 +152,7 @@ def test_a_data_folder_keeps_the_logs_and_belongs_to_one_cluster(world):
         taken = kvoy("up", "--data-dir", str(folder), check=False)
         assert taken.returncode == 1
         assert re.fullmatch(
-            rf"kvoy: The data folder .* is in use by the cluster of process {up.process.pid}.*\n", taken.stderr
+            rf"kvoy: The data folder .* is in use by the cluster of process {up.launched.pid}.*\n", taken.stderr
         )
     logs = sorted(path.name for path in (folder / "logs").iterdir())
     assert logs == ["decode-0.log", "kvstore-0.log", "nats.log", "redis.log", "router-0.log"]
@@ -171,14 +160,14 @@ def test_a_data_folder_keeps_the_logs_and_belongs_to_one_cluster(world):
 
 
 def refusal(*words: str) -> str:
-    process = launch(*words)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert out == ""
-    assert "Traceback" not in err
-    for pid in family(process.pid):
-        wait_until_gone(pid)
-    return err.splitlines()[-1]
+    with launch(*words) as launched_one:
+        pids = family(launched_one.pid)
+        assert launched_one.ended(100) == 1
+        assert launched_one.rest() == ""
+        assert "Traceback" not in launched_one.words
+        for pid in pids:
+            wait_until_gone(pid)
+        return launched_one.said[-1]
 
 
 def test_a_taken_port_is_said(world):
@@ -196,7 +185,8 @@ def test_a_taken_port_is_said(world):
         (("--model", "no-such-model"), "there is no model 'no-such-model'"),
         (("--set", "decode.no_such=1"), "decode-0 could not start: The option --no-such is not known here"),
         (("--set", "prefill.chunk_tokens=0"), "prefill-0 could not start: "),
-        (("--redis-url", "redis://127.0.0.1:1/0"), "could not start: "),
+        (("--redis-url", "redis://127.0.0.1:1/0"), "--redis-url redis://127.0.0.1:1/0 cannot be reached: "),
+        (("--nats-url", "127.0.0.1:1"), "--nats-url is '127.0.0.1:1', but it must be a URL"),
         (("--data-dir", "/proc/none"), "The data folder /proc/none cannot be used"),
         (("--http", "nonsense"), "--http is 'nonsense', but it must be HOST:PORT"),
     ],

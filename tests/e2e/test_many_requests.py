@@ -31,7 +31,17 @@ def jobs(cases: list[dict], seed: int) -> list[Job]:
     weights = [1 if len(case["prompt_ids"]) > 2000 else 3 if len(case["prompt_ids"]) > 500 else 12 for case in cases]
     picked = draw.choices(cases, weights, k=REQUESTS)
     cancelled = set(draw.sample(range(REQUESTS), int(CANCELLED_SHARE * REQUESTS)))
-    return [Job(case, draw.uniform(0, 2.0) if index in cancelled else None) for index, case in enumerate(picked)]
+    return [
+        Job(shortened(case, draw.randint(2, 24)), draw.uniform(0, 2.0) if index in cancelled else None)
+        for index, case in enumerate(picked)
+    ]
+
+
+def shortened(case: dict, max_tokens: int) -> dict:
+    """The same prompt asked for fewer tokens: greedily, they are the first ones of the whole output."""
+    if max_tokens >= len(case["output_ids"]):
+        return case
+    return {**case, "max_tokens": max_tokens, "output_ids": case["output_ids"][:max_tokens], "finish": "length"}
 
 
 async def do(job: Job, client: httpx.AsyncClient) -> bool:

@@ -49,6 +49,7 @@ async def test_the_ready_line_is_read(command):
             "import sys; sys.exit('2026-01-01T00:00:00.000Z critical decode-0 kvoy.runtime.pod It is too large. n=1')",
             "thing-0 could not start: It is too large. n=1",
         ),
+        ("raise SystemExit('python -m services.x: No.')", "thing-0 could not start: No."),
         ("1/0", "thing-0 could not start: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)", "thing-0 could not start: it ended with status 3."),
     ],
