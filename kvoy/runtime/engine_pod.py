@@ -17,9 +17,11 @@ from kvoy.core.types import KvSpec, ModelInfo, PodLoad, Request, SamplingParams
 from kvoy.engine.messages import EngineSettings
 from kvoy.runtime.config import option
 from kvoy.runtime.engine_effects import Engine, EngineEffects
-from kvoy.runtime.pod import PodConfig
+from kvoy.runtime.pod import PodConfig, PodRuntime
+from kvoy.runtime.store_link import StoreLink
 from kvoy.telemetry.instruments import POD_TABLE, watch_pod
-from kvoy.telemetry.metrics import Instrument, Kind, Metrics
+from kvoy.telemetry.metrics import Instrument, Kind
+from kvoy.transport.frame_wire import MAX_FRAME_BYTES
 from kvoy.transport.rpc import Registration
 
 
@@ -82,6 +84,11 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest(f"top_logprobs must be at least 0, not {sampling.top_logprobs}.", "top_logprobs")
 
 
+def frame_bytes(engine: Engine) -> int:
+    """What a frame may carry: as much as a slot holds and the wire takes."""
+    return min(engine.slab.slot_bytes, MAX_FRAME_BYTES)
+
+
 class CountingBrain(Protocol):
     """What a service reads of its brain."""
 
@@ -93,18 +100,22 @@ class CountingBrain(Protocol):
 
 
 def counter_table(role: str, counters: type[PrefillCounters] | type[DecodeCounters]) -> tuple[Instrument, ...]:
-    """An instrument for each total that the brain keeps, but for those that every pod has in POD_TABLE."""
-    return tuple(
-        Instrument(f"kvoy_{role}_{name}", Kind.COUNTER, f"{role.capitalize()} pod, since its start: {_words(name)}.")
-        for name in _own_names(counters)
+    """POD_TABLE, and an instrument for each total besides that the pod keeps."""
+    own = (*_own_names(counters), "store_failures", "events_dropped")
+    about = f"{role.capitalize()} pod, since its start"
+    return (
+        *POD_TABLE,
+        *(Instrument(f"kvoy_{role}_{name}", Kind.COUNTER, f"{about}: {name.replace('_', ' ')}.") for name in own),
     )
 
 
-def watch_engine_pod(metrics: Metrics, role: str, brain: CountingBrain, spec: KvSpec) -> None:
-    """Ties POD_TABLE and ``counter_table`` to the brain."""
-    watch_pod(metrics, lambda: brain.load, spec.block_tokens)
+def watch_engine_pod(pod: PodRuntime, role: str, brain: CountingBrain, spec: KvSpec, store: StoreLink) -> None:
+    """Ties ``counter_table`` to those who count."""
+    watch_pod(pod.metrics, lambda: brain.load, spec.block_tokens)
     for name in _own_names(type(brain.counters)):
-        metrics.watch(f"kvoy_{role}_{name}", partial(_total, brain, name))
+        pod.metrics.watch(f"kvoy_{role}_{name}", partial(_total, brain, name))
+    pod.metrics.watch(f"kvoy_{role}_store_failures", lambda: store.failures)
+    pod.metrics.watch(f"kvoy_{role}_events_dropped", lambda: pod.presence.events_dropped)
 
 
 def _own_names(counters: type[PrefillCounters] | type[DecodeCounters]) -> list[str]:
@@ -114,10 +125,6 @@ def _own_names(counters: type[PrefillCounters] | type[DecodeCounters]) -> list[s
 
 def _total(brain: CountingBrain, name: str) -> float:
     return float(getattr(brain.counters, name))
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 class DrainableLoop(Protocol):

@@ -73,6 +73,11 @@ class Presence:
         """A pod of this role that takes work: always the same one as long as it is there."""
         return next((pod for pod in self.peers if pod.role is role and pod.state is PodState.READY), None)
 
+    @property
+    def events_dropped(self) -> int:
+        """Events that could not be published."""
+        return self._bus.dropped
+
     def changed(self) -> None:
         """Tell the directory now, not at the next beat."""
         self._changed.set()

@@ -5,11 +5,10 @@ from kvoy.core.counters import DecodeCounters
 from kvoy.core.decode import DecodeBrain, DecodeParams
 from kvoy.core.events import DecodeEvent, Tick
 from kvoy.runtime.engine_effects import Engine, EngineEffects
-from kvoy.runtime.engine_pod import EngineService, counter_table, watch_engine_pod
+from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
 from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
-from kvoy.telemetry.instruments import POD_TABLE
 from kvoy.transport.decode import decode_service
 from kvoy.transport.kv_stream import ingest_service
 from services.decode.config import DecodeConfig
@@ -17,7 +16,7 @@ from services.decode.effects import DecodeEffects
 from services.decode.ingest import Ingest
 from services.decode.sessions import Sessions
 
-TABLE = (*POD_TABLE, *counter_table("decode", DecodeCounters))
+TABLE = counter_table("decode", DecodeCounters)
 
 
 def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineService:
@@ -28,7 +27,7 @@ def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineSer
         ready.kv_spec,
         pool_blocks=ready.pool_blocks,
         slots=engine.slab.slots,
-        slot_bytes=engine.slab.slot_bytes,
+        slot_bytes=frame_bytes(engine),
         context_tokens=ready.model.context_tokens,
         use_store=True,
         fingerprint=ready.model.fingerprint,
@@ -41,7 +40,8 @@ def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineSer
     loop: BrainLoop[DecodeEvent, DecodeAction] = BrainLoop(brain, perform, Tick(), check=config.check)
     sessions = Sessions(loop, ready.model, lambda: pod.describe().address)
     ingest = Ingest(loop, ready.kv_spec, room=engine.slab.slots)
-    shared = EngineEffects(engine, StoreLink.through(pod), pod, loop.post)
+    store = StoreLink.through(pod)
+    shared = EngineEffects(engine, store, pod, loop.post)
     effects = DecodeEffects(shared, sessions, ingest)
-    watch_engine_pod(pod.metrics, "decode", brain, ready.kv_spec)
+    watch_engine_pod(pod, "decode", brain, ready.kv_spec, store)
     return EngineService(engine, brain, loop, shared, [decode_service(sessions), ingest_service(ingest)], sessions.fail)

@@ -5,18 +5,17 @@ from kvoy.core.counters import PrefillCounters
 from kvoy.core.events import PrefillEvent, Tick
 from kvoy.core.prefill import PrefillBrain, PrefillParams
 from kvoy.runtime.engine_effects import Engine, EngineEffects
-from kvoy.runtime.engine_pod import EngineService, counter_table, watch_engine_pod
+from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
 from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
-from kvoy.telemetry.instruments import POD_TABLE
 from kvoy.transport.kv_stream import GrpcHandoffConnector
 from kvoy.transport.prefill import prefill_service
 from services.prefill.config import PrefillConfig
 from services.prefill.effects import PrefillEffects
 from services.prefill.servicer import PrefillServicer
 
-TABLE = (*POD_TABLE, *counter_table("prefill", PrefillCounters))
+TABLE = counter_table("prefill", PrefillCounters)
 
 
 def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineService:
@@ -27,7 +26,7 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
         ready.kv_spec,
         pool_blocks=ready.pool_blocks,
         slots=engine.slab.slots,
-        slot_bytes=engine.slab.slot_bytes,
+        slot_bytes=frame_bytes(engine),
         context_tokens=ready.model.context_tokens,
         use_store=True,
         fingerprint=ready.model.fingerprint,
@@ -38,7 +37,8 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
 
     loop: BrainLoop[PrefillEvent, PrefillAction] = BrainLoop(brain, perform, Tick(), check=config.check)
     servicer = PrefillServicer(loop, ready.model)
-    shared = EngineEffects(engine, StoreLink.through(pod), pod, loop.post)
+    store = StoreLink.through(pod)
+    shared = EngineEffects(engine, store, pod, loop.post)
     effects = PrefillEffects(shared, servicer, GrpcHandoffConnector(pod.channels), pod.tasks, loop.post)
-    watch_engine_pod(pod.metrics, "prefill", brain, ready.kv_spec)
+    watch_engine_pod(pod, "prefill", brain, ready.kv_spec, store)
     return EngineService(engine, brain, loop, shared, [prefill_service(servicer)], servicer.fail)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from kvoy.runtime.servers import NATS, REDIS, LocalServer, free_port
+from tests.servers import nats_server, redis_server
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 110.0
@@ -90,30 +90,14 @@ class Process:
             self._said.append(line)
 
 
-class Server:
-    """Redis or NATS on a port of its own; it can be stopped and started again there."""
-
-    def __init__(self, server: LocalServer, folder: Path) -> None:
-        self._server = server
-        self._folder = folder
-        self.port = free_port()
-        self.url = server.url(self.port)
-        self.start()
-
-    def start(self) -> None:
-        self._process = Process(*self._server.argv(self.port, self._folder))
-        wait_for(lambda: is_listening(self.port))
-
-    def stop(self) -> None:
-        self._process.end()
-
-
 class Stage:
     """Redis, NATS and whatever services a test starts on them; ``close`` ends all."""
 
-    def __init__(self, folder: Path) -> None:
-        self.redis = Server(REDIS, folder)
-        self.nats = Server(NATS, folder)
+    def __init__(self) -> None:
+        self.redis = redis_server()
+        self.nats = nats_server()
+        self.redis.start()
+        self.nats.start()
         self.processes: list[Process] = []
 
     def service(self, role: str, **flags: object) -> Process:
@@ -126,16 +110,8 @@ class Stage:
     def close(self) -> None:
         for process in self.processes:
             process.end()
-        self.redis.stop()
-        self.nats.stop()
-
-
-def is_listening(port: int) -> bool:
-    return any(
-        connection.laddr.port == port
-        for connection in psutil.net_connections("tcp4")
-        if connection.status == psutil.CONN_LISTEN
-    )
+        self.redis.close()
+        self.nats.close()
 
 
 def wait_for(holds: object, timeout_s: float = 30.0) -> None:

@@ -281,6 +281,18 @@ async def test_patience_with_drain_ends(pods: Cluster) -> None:
     assert "leaving" in sentence(caught.value)
 
 
+async def test_asked_again_it_leaves_at_once(pods: Cluster) -> None:
+    decode = await pods.decode()
+    decode.engine.hold()
+    running = asyncio.create_task(pods.router.generate(ask(prompt(9)), decode.address, None))
+    await decode.until(lambda pod: pod.load.requests_running > 0)
+    decode.runtime.stop.ask()
+    await decode.until(lambda pod: pod.state is PodState.DRAINING)
+    await decode.stop()
+    with pytest.raises(BaseExceptionGroup):
+        await running
+
+
 async def test_a_pool_too_small_for_all_serves_all_in_turn(pods: Cluster) -> None:
     prefill = await pods.prefill(ToyEngine(pool_blocks=12, slots=3, slot_blocks=1), chunk_tokens=8)
     decode = await pods.decode(ToyEngine(pool_blocks=20, slots=2, slot_blocks=1), max_batch=4)

@@ -17,23 +17,27 @@ from tests.pods.processes import Stage, wait_for
 
 SPEC = KvSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=4, dtype=KvDtype.BF16)
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    made = Stage(tmp_path_factory.mktemp("servers"))
+def stage() -> Iterator[Stage]:
+    made = Stage()
     yield made
     made.close()
 
 
-def listed(stage: Stage) -> dict[str, PodState]:
-    async def read() -> dict[str, PodState]:
-        directory = RedisDirectory(stage.redis.url)
-        try:
-            return {pod.pod_id: pod.state for pod in await directory.list_pods()}
-        finally:
-            await directory.close()
+async def listed(stage: Stage) -> dict[str, PodState]:
+    directory = RedisDirectory(stage.redis.url)
+    try:
+        return {pod.pod_id: pod.state for pod in await directory.list_pods()}
+    finally:
+        await directory.close()
 
-    return asyncio.run(read())
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return answer.read().decode()
 
 
 async def put_and_get(address: str, capacity_bytes: int) -> None:
@@ -54,43 +58,42 @@ async def put_and_get(address: str, capacity_bytes: int) -> None:
     await channels.close()
 
 
-def test_it_serves_is_listed_and_leaves(stage: Stage) -> None:
+async def test_it_serves_is_listed_and_leaves(stage: Stage) -> None:
     metrics_port = free_port()
     process = stage.service("kvstore", pod_id="kv", capacity_bytes="1MiB", metrics_listen=f"127.0.0.1:{metrics_port}")
     words = process.ready()
     assert (words["role"], words["pod"]) == ("kvstore", "kv")
-    assert listed(stage) == {"kv": PodState.READY}
-    asyncio.run(put_and_get(words["grpc"], 1 << 20))
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as answer:
-        text = answer.read().decode()
+    assert await listed(stage) == {"kv": PodState.READY}
+    await put_and_get(words["grpc"], 1 << 20)
+    text = await asyncio.to_thread(scrape, metrics_port)
     assert "kvoy_store_blocks 3.0" in text
     assert "kvoy_store_evicted_blocks_total 0.0" in text
     assert process.terminate() == 0
-    assert listed(stage) == {}
+    assert await listed(stage) == {}
     assert process.popen.stdout is not None
     assert process.popen.stdout.read() == b""
 
 
-def test_it_outlives_redis_and_nats_and_says_so_once(stage: Stage) -> None:
+async def test_it_outlives_redis_and_nats_and_says_so_once(stage: Stage) -> None:
     process = stage.service("kvstore", pod_id="kv", capacity_bytes="1MiB")
     address = process.ready()["grpc"]
-    stage.redis.stop()
-    stage.nats.stop()
+    stage.redis.kill()
+    stage.nats.kill()
     wait_for(lambda: "the directory is away" in process.stderr)
     wait_for(lambda: "bus (NATS at" in process.stderr and "is away" in process.stderr)
-    asyncio.run(put_and_get(address, 1 << 20))
+    await put_and_get(address, 1 << 20)
     beat_at = time.monotonic()
     wait_for(lambda: time.monotonic() > beat_at + 2.5)
     assert process.stderr.count("the directory is away") == 1
     stage.redis.start()
     stage.nats.start()
     wait_for(lambda: "the directory is back" in process.stderr)
-    wait_for(lambda: listed(stage) == {"kv": PodState.READY})
+    assert await listed(stage) == {"kv": PodState.READY}
     assert process.stderr.count("the directory is back") == 1
     assert process.terminate() == 0
 
 
-def test_it_starts_without_redis_and_nats(stage: Stage) -> None:
+async def test_it_starts_without_redis_and_nats(stage: Stage) -> None:
     process = stage.service(
         "kvstore",
         capacity_bytes="1MiB",
@@ -99,13 +102,13 @@ def test_it_starts_without_redis_and_nats(stage: Stage) -> None:
     )
     words = process.ready()
     assert words["pod"].startswith("kvstore-")
-    asyncio.run(put_and_get(words["grpc"], 1 << 20))
+    await put_and_get(words["grpc"], 1 << 20)
     assert "numbered by the clock" in process.stderr
     assert "the event bus is away" in process.stderr
     assert process.terminate() == 0
 
 
-def test_it_leaves_with_its_parent(stage: Stage) -> None:
+async def test_it_leaves_with_its_parent(stage: Stage) -> None:
     process = stage.service("kvstore", capacity_bytes="1MiB")
     process.ready()
     assert process.popen.stdin is not None
@@ -113,7 +116,7 @@ def test_it_leaves_with_its_parent(stage: Stage) -> None:
     assert process.wait() == 0
 
 
-def test_what_cannot_be_is_said_in_a_sentence(stage: Stage) -> None:
+async def test_what_cannot_be_is_said_in_a_sentence(stage: Stage) -> None:
     taken = stage.service("kvstore", capacity_bytes="1MiB")
     address = taken.ready()["grpc"]
     process = stage.service("kvstore", capacity_bytes="1MiB", listen=address)

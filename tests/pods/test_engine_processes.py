@@ -1,0 +1,202 @@
+"""Prefill, decode and kvstore as real processes with the real model: exact tokens, exact counts, clean ends.
+
+The engine runs in fp32, where greedy output does not depend on batch, chunk or machine. Loading takes seconds, so the
+processes are shared by the tests of this module, but for those that end one.
+"""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from kvoy.core.types import FinishReason, KvDtype, KvSpec, ModelInfo, Pod, Request, Role, SamplingParams
+from kvoy.transport.redis_directory import RedisDirectory
+from tests.pods.cluster import Outcome, Router
+from tests.pods.processes import Process, Stage, are_gone, wait_for
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())
+CASES = {case["id"]: case for case in GOLDEN["cases"]}
+SPEC = KvSpec(layers=30, kv_heads=3, head_dim=64, block_tokens=16, dtype=KvDtype.FP32)
+ENGINE = {"dtype": "fp32", "threads": 1, "pool_bytes": "512MiB", "chunk_tokens": 256, "drain_s": 2, "check": "true"}
+EOS = 2
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass(slots=True)
+class Pods:
+    """The processes and where they serve."""
+
+    stage: Stage
+    prefill: Process
+    decode: Process
+    addresses: dict[str, str]
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        return self.addresses["decode"], self.addresses["prefill"]
+
+
+@pytest.fixture(scope="module")
+def pods() -> Iterator[Pods]:
+    stage = Stage()
+    try:
+        kvstore = stage.service("kvstore", capacity_bytes="512MiB")
+        prefill = stage.service("prefill", pod_id="prefill-0", **ENGINE)
+        decode = stage.service("decode", pod_id="decode-0", **ENGINE)
+        words = {
+            role: process.ready() for role, process in (("kvstore", kvstore), ("prefill", prefill), ("decode", decode))
+        }
+        yield Pods(stage, prefill, decode, {role: said["grpc"] for role, said in words.items()})
+    finally:
+        stage.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router() -> AsyncIterator[Router]:
+    made = Router()
+    yield made
+    await made.close()
+
+
+async def model(router: Router, address: str) -> ModelInfo:
+    pod = await router.control.get_pod(address)
+    assert pod.model is not None
+    assert pod.kv_spec == SPEC
+    return pod.model
+
+
+def golden(case: dict, fingerprint: str, name: str = "") -> Request:
+    sampling = SamplingParams(0.0, 0, 1.0, 0, max_tokens=len(case["output_ids"]), stop_token_ids=(EOS,))
+    return Request(name or case["id"], tuple(case["prompt_ids"]), sampling, fingerprint)
+
+
+async def ask(pods: Pods, router: Router, case: dict, name: str = "") -> Outcome:
+    info = await model(router, pods.addresses["prefill"])
+    return await router.generate(golden(case, info.fingerprint, name), *pods.pair)
+
+
+async def listed(stage: Stage) -> list[Pod]:
+    directory = RedisDirectory(stage.redis.url)
+    try:
+        return await directory.list_pods()
+    finally:
+        await directory.close()
+
+
+async def test_pods_agree_on_the_model(pods: Pods, router: Router) -> None:
+    assert await model(router, pods.addresses["prefill"]) == await model(router, pods.addresses["decode"])
+    assert [pod.role for pod in await listed(pods.stage)] == [Role.DECODE, Role.KVSTORE, Role.PREFILL]
+
+
+async def test_golden_outputs_are_reproduced(pods: Pods, router: Router) -> None:
+    cases = [case for name, case in CASES.items() if name != "long_3k"]  # tests/e2e has that one, too
+    outcomes = await asyncio.gather(*(ask(pods, router, case) for case in cases))
+    for case, outcome in zip(cases, outcomes, strict=True):
+        assert outcome.token_ids == case["output_ids"], case["id"]
+        assert outcome.finish is (FinishReason.STOP if case["finish"] == "stop" else FinishReason.LENGTH)
+        assert outcome.reservation is not None
+        shipped = SPEC.blocks_for(len(case["prompt_ids"])) - outcome.reservation.held_blocks
+        assert outcome.prefill.shipped_blocks == outcome.decode.received_blocks == shipped
+        assert outcome.prefill.shipped_bytes == outcome.decode.received_bytes == shipped * SPEC.block_bytes
+        assert outcome.decode.prefilled_tokens == 0
+    load = (await router.control.get_pod(pods.addresses["decode"])).load
+    assert load.prefilled_tokens == 0
+    assert (load.blocks_used_by_requests, load.leases) == (0, 0)
+
+
+async def test_shipping_starts_before_the_last_chunk(pods: Pods, router: Router) -> None:
+    case = CASES["long_1k"]
+    foreign = {**case, "prompt_ids": case["prompt_ids"][::-1], "output_ids": [0]}
+    report = (await ask(pods, router, foreign, "reversed")).prefill
+    assert report.chunks >= 4
+    assert report.first_step_started_at < report.first_frame_sent_at < report.last_step_started_at
+
+
+async def test_a_prefix_is_reused_and_says_the_same(pods: Pods, router: Router) -> None:
+    case = CASES["chat_turns3"]
+    first = await ask(pods, router, case, "first")
+    again = await ask(pods, router, case, "again")
+    assert first.token_ids == again.token_ids == case["output_ids"]
+    cached = (len(case["prompt_ids"]) - 1) // 16 * 16
+    assert again.cached_tokens == again.prefill.cached_tokens == again.decode.held_tokens == cached
+    assert again.prefill.computed_tokens == len(case["prompt_ids"]) - cached
+
+
+async def test_a_new_prefill_pod_finds_the_prefix_in_the_kvstore(pods: Pods, router: Router) -> None:
+    case = CASES["block_edge_31"]
+    await ask(pods, router, case, "before")
+    fresh = pods.stage.service("prefill", **ENGINE)
+    address = fresh.ready()["grpc"]
+    pair = replace(pods, addresses={**pods.addresses, "prefill": address})
+    outcome = await ask(pair, router, case, "after")
+    assert outcome.token_ids == case["output_ids"]
+    assert outcome.prefill.reloaded_tokens == outcome.prefill.cached_tokens == 16
+    assert outcome.prefill.computed_tokens == 15
+    family = fresh.family()
+    assert len(family) == 2
+    assert fresh.terminate() == 0
+    assert are_gone(family)
+    assert fresh.popen.stdout is not None
+    assert fresh.popen.stdout.read() == b""
+
+
+async def test_killed_it_leaves_no_worker(pods: Pods) -> None:
+    victim = pods.stage.service("decode", **ENGINE)
+    victim.ready()
+    family = victim.family()
+    assert len(family) == 2
+    victim.popen.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    wait_for(lambda: are_gone(family))
+
+
+async def test_it_leaves_with_its_parent_and_takes_its_worker_along(pods: Pods) -> None:
+    orphan = pods.stage.service("prefill", **ENGINE)
+    orphan.ready()
+    family = orphan.family()
+    assert orphan.popen.stdin is not None
+    orphan.popen.stdin.close()
+    assert orphan.wait() == 0
+    wait_for(lambda: are_gone(family))
+
+
+async def test_asked_to_stop_while_it_loads_it_stops(pods: Pods) -> None:
+    process = pods.stage.service("decode", **ENGINE)
+    wait_for(lambda: len(psutil.Process(process.pid).children()) == 1)
+    family = process.family()
+    assert process.terminate() == 0
+    assert are_gone(family)
+
+
+async def test_an_unknown_model_is_said_in_a_sentence(pods: Pods) -> None:
+    process = pods.stage.service("prefill", **{**ENGINE, "model": "/no/such/model.gguf"})
+    assert process.wait() == 1
+    assert "/no/such/model.gguf" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert process.popen.stdout is not None
+    assert process.popen.stdout.read() == b""
+
+
+async def test_a_dead_worker_ends_the_service_with_its_requests(pods: Pods, router: Router) -> None:
+    """Last, for it ends the decode pod that the others use."""
+    (worker,) = pods.decode.family()[1:]
+    running = asyncio.create_task(ask(pods, router, CASES["chat_why_sky"], "doomed"))
+    while not (await router.control.get_pod(pods.addresses["decode"])).load.requests_running:
+        assert not running.done()
+    worker.kill()
+    outcome = await running
+    assert outcome.rejection is not None
+    assert "killed by SIGKILL" in outcome.rejection.message
+    assert pods.decode.wait() == 1
+    said = [line for line in pods.decode.stderr.splitlines() if "critical" in line]
+    assert len(said) == 1
+    assert "killed by SIGKILL" in said[0]
+    assert "Traceback" not in pods.decode.stderr
+    assert "decode-0" not in [pod.pod_id for pod in await listed(pods.stage)]
