@@ -251,7 +251,8 @@ class RequestBrain:
         leg = self._legs.pop(Role.DECODE)
         self._wait = None
         if self.account.tokens:
-            told = f"The answer broke off after {self.account.tokens} tokens: {message}"
+            count = "1 token" if self.account.tokens == 1 else f"{self.account.tokens} tokens"
+            told = f"The answer broke off after {count}: {message}"
             return self._fail(failure if failure is Failure.DEADLINE else Failure.UNAVAILABLE, told)
         if self._give_up(Role.DECODE, leg, failure, message, self._params.decode_tries):
             return self._fail(failure, message)

@@ -72,7 +72,7 @@ class Fleet:
         self.clock = clock
         self._model = model
         self._params = params
-        self._turn = 0
+        self._turns = {Role.DECODE: 0, Role.PREFILL: 0}
         self._watchers: dict[object, Callable[[], None]] = {}
         self._usable: tuple[tuple[str, int], ...] = ()
 
@@ -83,22 +83,24 @@ class Fleet:
         if not self.single and not any(view.usable for view in self._views(Role.PREFILL)):
             return NoPod(Role.DECODE, NoPodReason.ABSENT, NO_PREFILL)
         views = self._views(Role.DECODE)
-        route = choose_decode(views, self._need(request, exclude), self._matches(views, request), self._params)
+        route = choose_decode(
+            views, self._need(Role.DECODE, request, exclude), self._matches(views, request), self._params
+        )
         return DecodePicked(route.pod_id) if isinstance(route, Route) else _no_pod(Role.DECODE, route)
 
     def pick_prefill(self, request: Request, exclude: tuple[str, ...], kv_spec: KvSpec) -> PrefillPicked | NoPod:
         """``kv_spec`` is what the decode pod takes."""
         views = self._views(Role.PREFILL)
         matches = self._matches(views, request)
-        route = choose_prefill(views, self._need(request, exclude), matches, kv_spec, self._params)
+        route = choose_prefill(views, self._need(Role.PREFILL, request, exclude), matches, kv_spec, self._params)
         return PrefillPicked(route.pod_id) if isinstance(route, Route) else _no_pod(Role.PREFILL, route)
 
     def _views(self, role: Role) -> tuple[PodView, ...]:
         return self.table.views(role, self.clock())
 
-    def _need(self, request: Request, exclude: tuple[str, ...]) -> Need:
-        self._turn += 1
-        return Need(request.fingerprint, request.prompt_tokens, exclude, self._turn)
+    def _need(self, role: Role, request: Request, exclude: tuple[str, ...]) -> Need:
+        self._turns[role] += 1
+        return Need(request.fingerprint, request.prompt_tokens, exclude, self._turns[role])
 
     def _matches(self, views: tuple[PodView, ...], request: Request) -> Matches:
         """Nothing is hashed where there is nothing to choose."""

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from kvoy.core.errors import ConfigError
 
 _BACKLOG = 2048
+_LAST_PORT = 65535
 _KEEP_ALIVE_S = 30
 _END_S = 2
 """What exchanges that are still going on get at the end; the pod has drained before."""
@@ -58,11 +59,13 @@ class HttpServer:
 
 def _bind(listen: str) -> socket.socket:
     host, _, port = listen.rpartition(":")
+    if not port.isdecimal() or int(port) > _LAST_PORT:
+        raise ConfigError(f"--http-listen {listen!r} is not an address to listen on; write host:port.")
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--http-listen {listen!r} is not an address to listen on; write host:port.") from error
+    except OSError as error:
+        raise ConfigError(f"Cannot listen on {listen} for HTTP: {error}.") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
@@ -70,5 +73,5 @@ def _bind(listen: str) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"Cannot listen on {listen} for HTTP: {error.strerror}.") from error
+        raise ConfigError(f"Cannot listen on {listen} for HTTP: {error}.") from error
     return listener

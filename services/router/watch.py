@@ -27,6 +27,8 @@ class PodWatch:
         self._channels = channels
         self._outage = Outage("the directory")
         self._directory_trouble = ""
+        self.listening = False
+        """Events are being heard."""
         metrics.watch("kvoy_router_directory_up", lambda: not self._directory_trouble)
         metrics.watch("kvoy_router_bus_up", lambda: self._bus.connected)
 
@@ -47,6 +49,7 @@ class PodWatch:
             await self._bus.subscribe(LOAD_SUBJECTS, self._load),
             await self._bus.subscribe(BLOCK_SUBJECTS, self._blocks),
         ]
+        self.listening = True
         try:
             while True:
                 await self.poll()

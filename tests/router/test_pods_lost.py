@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 
-from kvoy.core.errors import InvalidRequest, Overloaded, PeerError, Unavailable
-from kvoy.core.request import RequestParams
+from kvoy.core.errors import InvalidRequest, InvariantError, Overloaded, PeerError, Unavailable
+from kvoy.core.request import RequestBrain, RequestParams
 from kvoy.core.types import LoadEvent, PodLoad, PodState, RejectReason, Role
 from kvoy.transport.events import load_event_to_bytes, load_subject
 from tests.router.fakes import Script, both, pod, site
@@ -195,3 +195,27 @@ async def test_openai_clients_get_their_own_exceptions():
         ):
             with pytest.raises(expected):
                 await client.completions.create(model="toy", **ASK)
+
+
+async def test_a_bug_ends_its_own_request_and_frees_what_it_held(monkeypatch, caplog):
+    def bug(*_):
+        raise InvariantError("this cannot be")
+
+    async with site() as here:
+        with monkeypatch.context() as patch:
+            patch.setattr(RequestBrain, "_prefill_started", bug)
+            assert error_of(await ask(here), 500) == "Internal error in the router."
+        await until(lambda: here.pods.holds_nothing)
+        assert "this cannot be" in caplog.text
+        assert text_of(await ask(here)) == "Hello, world!"
+        assert here.router.metrics.observations("kvoy_router_requests")["internal",] == 1
+
+
+async def test_a_router_that_is_closed_in_a_hurry_tells_its_clients():
+    async with site(Script(prefill_gate=asyncio.Event())) as here:
+        asked = asyncio.create_task(ask(here))
+        await until(lambda: here.pods.prefilling)
+        for task in asyncio.all_tasks():
+            if "_hear_" in task.get_coro().__qualname__:
+                task.cancel()
+        assert error_of(await asked, 503) == "The request was cancelled."
