@@ -284,7 +284,7 @@ class DecodeBrain:
                 for request, sampled in self._batch.finish(result):
                     self._emit(request, sampled, now, out)
             case Imported(transfer_id=transfer_id):
-                request = self._ingest.imported(transfer_id, out)
+                request = self._ingest.imported(transfer_id)
                 self._join_if_complete(request, now, out)
                 self._say_renewed(request, now, out)
             case Exported(transfer_id=transfer_id):
@@ -319,7 +319,7 @@ class DecodeBrain:
     def _advance(self, now: float, out: list[DecodeAction]) -> None:
         """What follows from where things are. The step goes first: the engine should not wait for messages."""
         self._admit(now, out)
-        self._ingest.share_spare(out)
+        self._ingest.speak(out)
         if not self._ingest.has_thirst:
             self._puts.use(self._ingest.spare_slots, out)
         self._step(now, out)

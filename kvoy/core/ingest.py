@@ -74,6 +74,9 @@ class Ingest:
         self._imports: Transfers[_Import] = Transfers(ids)
         self._streams: dict[HandoffKey, _Stream] = {}
         self._thirsty: dict[HandoffKey, _Stream] = {}
+        """First come, first served."""
+        self._unheard: dict[HandoffKey, _Stream] = {}
+        """Their senders may not know what is acknowledged or granted."""
 
     @property
     def spare_slots(self) -> int:
@@ -112,8 +115,7 @@ class Ingest:
         request.is_opened = True
         stream = self._streams[request.key] = _Stream(request, receiver)
         self._tally.add("handoffs_opened")
-        self._share_out(stream, out)
-        self._tell(stream, out)
+        self._share_out(stream)
         return True
 
     def take(self, request: DecodeRequest | None, event: FrameArrived, out: list[DecodeAction]) -> bool:
@@ -156,7 +158,7 @@ class Ingest:
                 self._nack(stream, seq, out)
         return True
 
-    def imported(self, transfer_id: int, out: list[DecodeAction]) -> DecodeRequest:
+    def imported(self, transfer_id: int) -> DecodeRequest:
         """The frame is in the pool; the slot is free. Returns the request, which may be over."""
         item = self._imports.end(transfer_id)
         self._slots.end(item.slot, Use.IMPORT)
@@ -168,17 +170,15 @@ class Ingest:
             request.receive(self._pool, item.receiver.whole_blocks)
         stream = self._streams.get(item.header.key)
         if stream is not None and stream.receiver is item.receiver:
-            self._share_out(stream, out)
-            if not stream.receiver.is_complete:
-                self._tell(stream, out)
+            self._share_out(stream)
         return request
 
-    def share_spare(self, out: list[DecodeAction]) -> None:
-        """Spare slots to those without credit, first come first served."""
-        while self._thirsty and self.spare_slots > 0:
-            stream = self._thirsty.pop(next(iter(self._thirsty)))
-            stream.receiver.grant(1)
+    def speak(self, out: list[DecodeAction]) -> None:
+        """Credits to those without, as far as slots are spare, and to every sender what it does not know yet."""
+        self._quench()
+        for stream in self._unheard.values():
             self._tell(stream, out)
+        self._unheard = {}
 
     def finish(self, request: DecodeRequest, out: list[DecodeAction]) -> None:
         """Everything is in the pool and the request decodes."""
@@ -193,8 +193,7 @@ class Ingest:
 
     def lost(self, key: HandoffKey) -> bool:
         """The stream broke. True: the handoff is over; False: everything had come, or there was none."""
-        stream = self._streams.pop(key, None)
-        self._thirsty.pop(key, None)
+        stream = self._forget(key)
         if stream is None:
             self._tally.add("late_answers")
             return False
@@ -255,11 +254,13 @@ class Ingest:
         elif stream.is_thirsty:
             self._thirsty[header.key] = stream
 
-    def _share_out(self, stream: _Stream, out: list[DecodeAction]) -> None:
+    def _share_out(self, stream: _Stream) -> None:
         """Credits for those without, then more for this one, which gets on."""
+        key = stream.receiver.key
+        self._unheard[key] = stream
         if stream.is_thirsty:
-            self._thirsty.setdefault(stream.receiver.key, stream)
-        self.share_spare(out)
+            self._thirsty.setdefault(key, stream)
+        self._quench()
         if self._thirsty or not stream.wants_frames:
             return
         frames_left = -(-stream.receiver.missing_layers // (self._size.blocks * self._size.layers))
@@ -267,6 +268,12 @@ class Ingest:
         extra = min(window - stream.receiver.unclaimed, self.spare_slots // 2)
         if extra > 0:
             stream.receiver.grant(extra)
+
+    def _quench(self) -> None:
+        while self._thirsty and self.spare_slots > 0:
+            key = next(iter(self._thirsty))
+            stream = self._unheard[key] = self._thirsty.pop(key)
+            stream.receiver.grant(1)
 
     def _tell(self, stream: _Stream, out: list[DecodeAction]) -> None:
         """What is acknowledged and how much may come, if the sender does not know it."""
@@ -282,10 +289,14 @@ class Ingest:
         receiver, request.receiver = request.receiver, None
         if receiver is None:
             return
-        self._streams.pop(receiver.key, None)
-        self._thirsty.pop(receiver.key, None)
+        self._forget(receiver.key)
         if receiver.is_open:
             self._say(receiver, receiver.say(last), out)
+
+    def _forget(self, key: HandoffKey) -> _Stream | None:
+        self._thirsty.pop(key, None)
+        self._unheard.pop(key, None)
+        return self._streams.pop(key, None)
 
     def _say(self, receiver: Receiver, message: ReceiverMessage, out: list[DecodeAction]) -> None:
         out.append(SayToSender(receiver.key, receiver.stream, message))

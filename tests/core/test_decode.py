@@ -1,0 +1,642 @@
+"""What a decode pod promises: see kvoy.core.decode."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvoy.core.actions import (
+    Announce,
+    DropFrame,
+    ExportBlocks,
+    ImportFrame,
+    PutToStore,
+    RunStep,
+    SayOutputs,
+    SayRejected,
+    SayReserved,
+    SayToSender,
+)
+from kvoy.core.errors import InvariantError
+from kvoy.core.events import (
+    DrainAsked,
+    Exported,
+    HandoffLost,
+    Imported,
+    RenewAsked,
+    RequestCancelled,
+    ReserveAsked,
+    StoreLookedUp,
+    StorePut,
+    Tick,
+)
+from kvoy.core.frames import Ack, Committed, HandoffKey, Nack, Refused, Welcome
+from kvoy.core.types import KvDtype, RejectReason
+from tests.core.scripted import DecodePod
+from tests.core.toy import SPEC, request
+
+
+def said(pod):
+    return [action.message for action in pod.all(SayToSender)]
+
+
+# reservations
+
+
+def test_a_request_gets_blocks_for_its_prompt_and_one_token():
+    pod = DecodePod()
+    pod.reserve(prompt=8)
+    reservation = pod.one(SayReserved).reservation
+    assert (reservation.epoch, reservation.held_blocks, reservation.ingest_address) == (1, 0, "decode:1")
+    assert pod.held == (3, 0, 0, 0, 1)
+
+
+def test_who_came_first_gets_blocks_first():
+    pod = DecodePod(blocks=6)
+    pod.reserve("a", 12)
+    assert pod.reserve("b", 12) == []
+    assert pod.reserve("c", 1) == [], "nobody is passed over"
+    assert pod.brain.load.tokens_waiting == 13
+    pod.tell(RequestCancelled("a"))
+    assert [action.reservation.request_id for action in pod.all(SayReserved)] == ["b", "c"]
+
+
+def test_admission_leaves_a_block_for_each_request_to_grow():
+    pod = DecodePod(blocks=6)
+    pod.reserve("a", 7)
+    pod.reserve("b", 7, first=50)
+    assert pod.held[0] == 4
+    assert pod.reserve("c", 3, first=80) == [], "one block would be left for two"
+    alone = DecodePod(blocks=3)
+    assert alone.reserve("a", 11)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (request(prompt=0), "invalid"),
+        (request(max_tokens=0), "invalid"),
+        (replace(request(), fingerprint="other"), "invalid"),
+        (request(prompt=64), "too_large"),
+        (request(prompt=40), "too_large"),
+        (request(deadline=1000.0), "deadline"),
+    ],
+)
+def test_what_can_never_be_served_is_rejected_with_a_reason(asked, reason):
+    pod = DecodePod(blocks=10)
+    pod.tell(ReserveAsked(asked, False, "router"))
+    rejected = pod.one(SayRejected)
+    assert (rejected.reason, rejected.source, rejected.request_id) == (RejectReason(reason), "router", "r")
+    assert rejected.message
+    assert pod.brain.is_idle
+
+
+def test_a_full_queue_a_known_id_and_a_leaving_pod_reject():
+    pod = DecodePod(blocks=3, max_waiting=1)
+    pod.reserve("a", 8)
+    pod.reserve("a", 8)
+    assert pod.one(SayRejected).reason is RejectReason.INVALID
+    pod.reserve("b", 8)
+    pod.reserve("c", 8)
+    assert pod.one(SayRejected).reason is RejectReason.BUSY
+    pod.tell(DrainAsked())
+    pod.reserve("d", 8)
+    assert pod.one(SayRejected).reason is RejectReason.DRAINING
+    assert pod.held == (3, 0, 0, 1, 1), "what is here goes on"
+
+
+def test_a_lease_without_a_handoff_ends():
+    pod = DecodePod(lease_s=30.0)
+    pod.reserve(prompt=8)
+    assert pod.brain.next_deadline() == 1030.0
+    pod.now = 1030.0
+    pod.tell(Tick())
+    assert pod.one(SayRejected).reason is RejectReason.LEASE_EXPIRED
+    assert pod.brain.is_idle
+    assert pod.brain.next_deadline() is None
+
+
+def test_an_open_handoff_keeps_the_lease_while_prefill_is_at_work_but_not_for_ever():
+    pod = DecodePod(lease_s=30.0, silence_s=300.0)
+    pod.reserve(prompt=8)
+    pod.now = 1020.0
+    pod.open()
+    assert pod.brain.next_deadline() == 1320.0
+    pod.now = 1300.0
+    pod.frame(0, 0)
+    assert pod.brain.next_deadline() == 1600.0
+    pod.frame(0, 0, epoch=9)
+    pod.now = 1400.0
+    assert pod.brain.next_deadline() == 1600.0, "what is not of the handoff is no sign of life"
+    pod.tell(HandoffLost(HandoffKey("r", 1), "reset"))
+    assert pod.brain.next_deadline() == 1430.0
+    pod.now = 1430.0
+    pod.tell(Tick())
+    assert pod.one(SayRejected).reason is RejectReason.LEASE_EXPIRED
+
+
+# handoffs
+
+
+def test_frames_become_tokens():
+    pod = DecodePod()
+    pod.reserve(prompt=10, max_tokens=3)
+    pod.open()
+    assert said(pod) == [Welcome(2, 0)]
+    pod.frame(0, 0)
+    load = pod.one(ImportFrame)
+    assert load.blocks == (0, 1)
+    pod.imported()
+    assert said(pod) == [Ack(0, 1)], "one more frame is all that is missing"
+    pod.frame(1, 2, 1)
+    second = pod.one(ImportFrame)
+    pod.commit(2, token=7)
+    assert pod.out == [], "the last import is not over"
+    pod.now += 1
+    pod.tell(Imported(second.transfer_id))
+    assert said(pod) == [Committed()]
+    assert pod.outputs == [("r", (7,), None)]
+    (row,) = pod.step.decode
+    assert (row.token_id, row.position, len(row.block_table)) == (7, 10, 3)
+    pod.now += 1
+    pod.end_step(8)
+    pod.end_step(9)
+    assert pod.outputs == [("r", (9,), "length")]
+    report = pod.one(SayOutputs).outputs[0].report
+    assert (report.reserved_at, report.committed_at, report.first_step_started_at) == (1000.0, 1001.0, 1002.0)
+    assert (report.received_blocks, report.received_bytes) == (3, 3 * SPEC.block_bytes)
+    assert (report.prefilled_tokens, report.preemptions, report.held_tokens) == (0, 0, 0)
+    assert pod.brain.counters.prefilled_tokens == 0
+    assert pod.brain.is_idle
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"lease": "lease-9"}, "no_lease"),
+        ({"epoch": 2}, "no_lease"),
+        ({"epoch": 0}, "old_epoch"),
+        ({"fingerprint": "other"}, "fingerprint"),
+        ({"spec": replace(SPEC, dtype=KvDtype.FP16)}, "kv_spec"),
+    ],
+)
+def test_a_handoff_that_does_not_fit_its_lease_is_refused(wrong, reason):
+    pod = DecodePod()
+    pod.reserve()
+    pod.open(**wrong)
+    assert said(pod) == [Refused(reason)]
+    pod.open()
+    assert isinstance(said(pod)[0], Welcome)
+
+
+def test_an_epoch_has_one_handoff():
+    pod = DecodePod()
+    pod.reserve()
+    pod.open(stream=1)
+    pod.open(stream=2)
+    assert said(pod) == [Refused("epoch_in_use")]
+    pod.tell(HandoffLost(HandoffKey("r", 1), "reset"))
+    pod.open(stream=3)
+    assert said(pod) == [Refused("epoch_in_use")]
+
+
+def test_nobody_waits_for_a_request_that_is_not_here():
+    pod = DecodePod()
+    pod.reserve()
+    pod.tell(RequestCancelled("r"))
+    pod.open()
+    assert said(pod) == [Refused("no_lease")]
+    pod.frame(0, 0)
+    assert pod.one(DropFrame).reason == "no_lease"
+    pod.commit(1)
+    assert said(pod) == [Refused("no_lease")]
+
+
+@pytest.mark.parametrize("frame", [(2, 0, 2), (0, 2, 2), (0, 0, 3), (0, 3, 1)])
+def test_a_frame_that_does_not_fit_ends_the_handoff_not_the_pod(frame):
+    pod = DecodePod(slots=4)
+    pod.reserve(prompt=10)
+    pod.open()
+    pod.frame(*frame)
+    assert pod.one(DropFrame).reason == "invalid"
+    assert isinstance(said(pod)[0], Refused)
+    assert pod.brain.counters.frames_dropped_invalid == 1
+    pod.frame(1, 0)
+    assert pod.one(DropFrame).reason == "no_lease"
+
+
+def test_frames_of_another_stream_are_not_of_this_handoff():
+    pod = DecodePod()
+    pod.reserve()
+    pod.open(stream=1)
+    pod.frame(0, 0, stream=2)
+    assert pod.one(DropFrame).reason == "no_lease"
+
+
+def test_a_damaged_frame_is_asked_for_again_a_double_one_dropped():
+    pod = DecodePod()
+    pod.reserve()
+    pod.open()
+    pod.frame(0, 0, intact=False)
+    assert (pod.one(DropFrame).reason, said(pod)) == ("corrupt", [Nack(0)])
+    pod.frame(0, 0)
+    pod.imported()
+    pod.frame(0, 0)
+    assert pod.one(DropFrame).reason == "duplicate"
+    pod.frame(0, 0, request_id="r", epoch=9, intact=False)
+    assert (pod.one(DropFrame).reason, said(pod)) == ("corrupt", [])
+
+
+def test_a_gap_is_asked_for():
+    pod = DecodePod()
+    pod.reserve(prompt=12)
+    pod.open()
+    pod.frame(1, 2, 1)
+    assert said(pod) == [Nack(0)]
+    pod = DecodePod()
+    pod.reserve(prompt=12)
+    pod.open()
+    pod.frame(0, 0)
+    pod.imported()
+    pod.commit(2)
+    assert said(pod) == [Nack(1)]
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+def test_a_commit_that_cannot_be_true_is_refused(frames):
+    pod = DecodePod()
+    pod.reserve(prompt=10)
+    pod.open()
+    pod.frame(0, 0)
+    pod.imported()
+    pod.commit(frames)
+    assert isinstance(said(pod)[0], Refused)
+    assert pod.held[-1] == 1, "the lease waits for a new epoch"
+
+
+def test_a_stream_that_breaks_after_the_last_frame_does_no_harm():
+    pod = DecodePod()
+    pod.reserve(prompt=8)
+    pod.open()
+    pod.frame(0, 0)
+    load = pod.one(ImportFrame)
+    pod.commit(1)
+    pod.tell(HandoffLost(HandoffKey("r", 1), "reset"), RenewAsked("r"))
+    assert pod.out == []
+    pod.tell(Imported(load.transfer_id))
+    assert pod.outputs == [("r", (7,), None)]
+    assert said(pod) == [], "nobody listens"
+
+
+# credits
+
+
+def test_promises_never_exceed_slots_and_nobody_starves():
+    """``check`` runs after each event and proves that every promise can be kept."""
+    pod = DecodePod(blocks=200, slots=4, slot_blocks=1, max_waiting=50)
+    granted, sent = {}, {}
+    heard = []
+
+    def listen():
+        for action in pod.all(SayToSender):
+            heard.append(action.message)
+            match action.message:
+                case Welcome(credits=credit):
+                    granted[action.stream] = credit
+                case Ack(through_seq=through, credits=credit):
+                    granted[action.stream] = through + 1 + credit
+
+    for index in range(20):
+        pod.reserve(f"q{index}", 9, first=100 * index)
+        pod.open(f"q{index}", stream=index)
+        listen()
+        sent[index] = 0
+    assert sorted(granted) == [*range(20)], "a welcome without credit is still a welcome"
+    assert sum(granted.values()) == 4
+    for _ in range(30):
+        for index in range(20):
+            if sent[index] < min(granted[index], 3):
+                pod.frame(sent[index], sent[index], 1, request_id=f"q{index}", stream=index)
+                sent[index] += 1
+                pod.imported()
+                listen()
+            elif sent[index] == 3:
+                sent[index] += 1
+                pod.commit(3, request_id=f"q{index}", stream=index)
+                listen()
+    assert heard.count(Committed()) == 20
+
+
+def test_a_lone_handoff_gets_half_of_the_slots():
+    pod = DecodePod(slots=8, slot_blocks=1)
+    pod.reserve(prompt=40)
+    pod.open()
+    assert said(pod) == [Welcome(4, 0)]
+    pod.frame(0, 0, 1)
+    pod.imported()
+    assert said(pod) == [Ack(0, 4)]
+
+
+def test_credits_of_a_handoff_that_ends_go_to_those_who_wait():
+    pod = DecodePod(blocks=40, slots=1, slot_blocks=1)
+    pod.reserve("a", 9)
+    pod.reserve("b", 9, first=50)
+    pod.open("a", stream=1)
+    pod.open("b", stream=2)
+    assert said(pod) == [Welcome(0, 0)]
+    pod.tell(HandoffLost(HandoffKey("a", 1), "reset"))
+    assert said(pod) == [Welcome(1, 0)]
+
+
+# renewal
+
+
+def test_a_renewed_lease_keeps_what_came():
+    pod = DecodePod()
+    pod.reserve(prompt=20)
+    pod.open(stream=1)
+    pod.frame(0, 0)
+    pod.imported()
+    pod.tell(RenewAsked("r"))
+    assert said(pod) == [Refused("old_epoch")]
+    pod.note_leases()
+    reservation = pod.one(SayReserved).reservation
+    assert (reservation.epoch, reservation.held_blocks, reservation.lease) == (2, 2, "lease-2")
+    pod.frame(1, 2, epoch=1, stream=1)
+    assert pod.one(DropFrame).reason == "old_epoch"
+    pod.commit(2, epoch=1, stream=1)
+    assert said(pod) == [Refused("old_epoch")]
+    pod.open(stream=2)
+    pod.frame(0, 2, stream=2)
+    pod.imported()
+    pod.frame(1, 4, 1, stream=2)
+    pod.imported()
+    pod.commit(2, stream=2)
+    assert pod.outputs == [("r", (7,), None)]
+    assert pod.brain.counters.frames_dropped_old_epoch == 1
+
+
+def test_a_renewal_waits_for_imports_under_way():
+    pod = DecodePod()
+    pod.reserve(prompt=20)
+    pod.open()
+    pod.frame(0, 0)
+    load = pod.one(ImportFrame)
+    pod.tell(RenewAsked("r"))
+    assert not pod.all(SayReserved)
+    assert pod.brain.next_deadline() is None
+    pod.open(stream=2, epoch=2)
+    assert said(pod) == [Refused("no_lease")]
+    pod.tell(Imported(load.transfer_id))
+    assert pod.one(SayReserved).reservation.held_blocks == 2
+
+
+def test_a_renewal_of_what_decodes_waits_or_is_gone_changes_nothing():
+    pod = DecodePod(blocks=4)
+    pod.reserve("a", 8)
+    pod.reserve("b", 8)
+    pod.hand_over("a")
+    assert pod.tell(RenewAsked("a"), RenewAsked("b"), RenewAsked("c")) == []
+
+
+# tokens
+
+
+@pytest.mark.parametrize(
+    ("more", "context", "finish"),
+    [
+        ({"stop": (7,)}, 64, "stop"),
+        ({"max_tokens": 1}, 64, "length"),
+        ({"max_tokens": 1, "stop": (7,)}, 64, "stop"),
+        ({}, 11, "length"),
+        ({}, 12, None),
+    ],
+)
+def test_the_first_token_may_be_the_last(more, context, finish):
+    pod = DecodePod(context=context)
+    pod.reserve(prompt=10, **more)
+    pod.hand_over(token=7)
+    assert pod.outputs == [("r", (7,), finish)]
+    assert pod.brain.is_idle == (finish is not None)
+
+
+def test_a_step_speaks_once_to_each_router():
+    pod = DecodePod(blocks=40)
+    for index, source in enumerate(("one", "two", "one")):
+        pod.reserve(f"q{index}", 5, first=20 * index, source=source)
+        pod.hand_over(f"q{index}", stream=index)
+    pod.end_step()
+    out = pod.end_step(11, 12, 13)
+    assert [(action.source, len(action.outputs)) for action in pod.all(SayOutputs)] == [("one", 2), ("two", 1)]
+    assert isinstance(out[0], RunStep), "the engine does not wait for messages"
+    assert pod.outputs == [("q0", (11,), None), ("q2", (13,), None), ("q1", (12,), None)]
+
+
+def test_no_more_rows_than_the_batch_takes():
+    pod = DecodePod(blocks=40, max_batch=2)
+    for index in range(3):
+        pod.reserve(f"q{index}", 5, first=20 * index, max_tokens=3)
+        pod.hand_over(f"q{index}", stream=index)
+    pod.end_step()
+    assert [row.request_id for row in pod.step.decode] == ["q0", "q1"]
+    pod.end_step()
+    assert [row.request_id for row in pod.step.decode] == ["q1", "q2"]
+
+
+def test_what_has_ended_is_cache_for_the_next_turn():
+    pod = DecodePod()
+    pod.reserve("a", 6, max_tokens=4)
+    pod.hand_over("a", token=7)
+    for token in (8, 9, 10):
+        pod.end_step(token)
+    assert pod.all(Announce)
+    assert pod.brain.load.blocks_cached == 2, "the last token's KV was never computed"
+    pod.reserve("b", tokens=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 99))
+    assert pod.one(SayReserved).reservation.held_blocks == 2
+    assert pod.brain.counters.cache_hit_tokens == 8
+
+
+# prefill here
+
+
+def test_a_prompt_prefilled_here_shares_steps_with_decode_rows():
+    pod = DecodePod(blocks=40, chunk_tokens=8)
+    pod.reserve("a", 5, max_tokens=9)
+    pod.hand_over("a")
+    pod.reserve("b", 14, first=50, local=True, max_tokens=2)
+    assert pod.one(SayReserved).reservation.held_blocks == 0
+    pod.end_step(8)
+    assert [row.request_id for row in pod.step.decode] == ["a"]
+    (row,) = pod.step.prefill
+    assert (row.request_id, row.start, len(row.token_ids), row.sampling) == ("b", 0, 4, None)
+    for _ in range(2):
+        pod.end_step(9)
+    pod.now += 3
+    (row,) = pod.step.prefill
+    assert (row.start, len(row.token_ids)) == (8, 6)
+    assert row.sampling
+    pod.end_step(20, 21)
+    assert pod.outputs == [("b", (20,), None), ("a", (21,), None)]
+    assert not pod.step.prefill
+    pod.end_step(22, 23)
+    report = next(output.report for output in pod.one(SayOutputs).outputs if output.request_id == "b")
+    assert (report.prefilled_tokens, report.committed_at) == (14, 1003.0)
+
+
+def test_a_prompt_of_one_token_is_prefilled_too():
+    pod = DecodePod()
+    pod.reserve(prompt=1, local=True, max_tokens=1)
+    assert pod.step.prefill[0].sampling
+    pod.end_step(9)
+    assert pod.outputs == [("r", (9,), "length")]
+
+
+# preemption
+
+
+@pytest.mark.parametrize(("blocks", "again"), [(5, ("new", 0, 9)), (6, ("new", 4, 8))])
+def test_the_last_to_come_gives_way_and_goes_on_where_it_was(blocks, again):
+    pod = DecodePod(blocks=blocks, chunk_tokens=64)
+    for stream, name in enumerate(("old", "new"), 1):
+        pod.reserve(name, 7, first=50 * stream, max_tokens=12)
+        pod.hand_over(name, token=100 * stream, stream=stream)
+    told = {"old": [100], "new": [200]}
+    prefilled = []
+    while not pod.brain.is_idle:
+        names = [row.request_id for row in (*pod.step.prefill, *pod.step.decode) if row.sampling]
+        prefilled += [(row.request_id, row.start, len(row.token_ids)) for row in pod.step.prefill]
+        pod.end_step(*((100 if name == "old" else 200) + len(told[name]) for name in names))
+        assert not pod.all(SayReserved), "the router need not know"
+        for name, new, _ in pod.outputs:
+            told[name] += new
+    assert told == {"old": [*range(100, 112)], "new": [*range(200, 212)]}
+    assert pod.brain.counters.preemptions == 1
+    assert prefilled == [again], "prompt and output, but for what is still cached"
+
+
+def test_one_that_is_alone_and_cannot_grow_is_at_its_end():
+    pod = DecodePod(blocks=3)
+    pod.reserve(prompt=10, max_tokens=50)
+    pod.hand_over(token=7)
+    pod.end_step(8)
+    pod.end_step(9)
+    assert pod.outputs == [("r", (9,), "length")]
+    assert pod.brain.is_idle
+
+
+def test_one_that_cannot_grow_waits_for_a_lease_to_end():
+    pod = DecodePod(blocks=5)
+    pod.reserve("a", 7, max_tokens=9)
+    pod.hand_over("a")
+    pod.reserve("b", 7, first=50)
+    assert pod.held[0] == 4
+    for token in range(2, 7):
+        pod.end_step(token)
+    assert pod.step is None
+    assert pod.held[2:] == (1, 0, 1)
+    pod.tell(RequestCancelled("b"))
+    assert pod.step is not None
+
+
+# ends
+
+
+@pytest.mark.parametrize("state", ["waiting", "reserved", "importing", "running", "local"])
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+def test_a_request_can_end_in_any_state(state, end):
+    pod = DecodePod(blocks=4)
+    if state == "waiting":
+        pod.reserve("first", 12, first=50)
+    pod.reserve(prompt=10, deadline=1010.0, local=state == "local", max_tokens=30)
+    if state == "importing":
+        pod.open()
+        pod.frame(0, 0)
+        load = pod.one(ImportFrame)
+    if state == "running":
+        pod.hand_over()
+    pod.now = 1010.0
+    pod.tell(RequestCancelled("r") if end == "cancel" else Tick())
+    if end == "cancel":
+        assert pod.outputs == [("r", (), "cancelled")]
+        assert pod.one(SayOutputs).outputs[0].report.finished_at == 1010.0
+    else:
+        assert pod.one(SayRejected).reason is RejectReason.DEADLINE
+    if state == "importing":
+        assert said(pod)
+        assert pod.held == (2, 1, 0, 0, 0), "an import under way keeps its blocks and its slot"
+        pod.tell(Imported(load.transfer_id))
+    if state in {"running", "local"}:
+        pod.end_step()
+        assert pod.outputs == [], "the row under way runs out unheard"
+    if state == "waiting":
+        pod.tell(RequestCancelled("first"))
+    assert pod.tell(RequestCancelled("r")) == []
+    assert pod.held == (0, 0, 0, 0, 0)
+    assert pod.brain.is_idle
+    assert pod.brain.next_deadline() is None
+
+
+def test_a_pod_that_asks_the_kvstore_nothing_gets_no_answers():
+    with pytest.raises(InvariantError, match="asks nothing"):
+        DecodePod().tell(StoreLookedUp("r", 1))
+
+
+# kvstore
+
+
+def run_out(pod):
+    while pod.step is not None:
+        pod.end_step()
+        if pod.all(ExportBlocks):
+            return
+
+
+def test_what_followed_a_prompt_is_put_to_the_kvstore():
+    pod = DecodePod(use_store=True)
+    pod.reserve(prompt=6, max_tokens=12)
+    pod.hand_over()
+    run_out(pod)
+    export = pod.one(ExportBlocks)
+    assert (export.blocks, export.valid_tokens) == ((1, 2), 8), "the prompt's full block was put by prefill"
+    pod.tell(Exported(export.transfer_id))
+    put = pod.one(PutToStore)
+    assert len(put.block_ids) == 2
+    assert put.parent_id
+    assert pod.held == (0, 1, 0, 0, 0)
+    assert not pod.brain.is_idle
+    pod.tell(StorePut(put.transfer_id))
+    (export,) = pod.all(ExportBlocks)
+    pod.tell(Exported(export.transfer_id))
+    pod.tell(StorePut(pod.one(PutToStore).transfer_id))
+    assert pod.brain.is_idle
+
+
+def test_a_prompt_prefilled_here_is_put_as_well():
+    pod = DecodePod(use_store=True)
+    pod.reserve(prompt=6, max_tokens=3, local=True)
+    run_out(pod)
+    assert pod.one(ExportBlocks).blocks == (0, 1)
+
+
+def test_puts_leave_slots_to_handoffs_and_what_is_gone_is_skipped():
+    pod = DecodePod(use_store=True, slots=2, slot_blocks=1, blocks=8)
+    pod.reserve("a", 4, max_tokens=9)
+    pod.hand_over("a")
+    run_out(pod)
+    assert len(pod.all(ExportBlocks)) == 1, "one of two slots stays free"
+    export = pod.one(ExportBlocks)
+    pod.reserve("b", 27, first=50, max_tokens=1)
+    pod.tell(Exported(export.transfer_id))
+    pod.tell(StorePut(pod.one(PutToStore).transfer_id))
+    assert not pod.all(ExportBlocks), "its block was needed meanwhile"
+    assert pod.brain.counters.store_skipped_blocks == 1
+
+
+def test_the_backlog_is_bounded_and_forgets_the_oldest():
+    pod = DecodePod(use_store=True, blocks=40, store_backlog_blocks=2, slots=2, slot_blocks=1)
+    pod.reserve("stall", 4, first=90)
+    pod.open("stall", stream=9)
+    for index in range(3):
+        pod.reserve(f"q{index}", 8, first=10 * index, local=True, max_tokens=1)
+        pod.end_step()
+    assert pod.brain.counters.store_skipped_blocks == 4
+    assert not pod.all(ExportBlocks)

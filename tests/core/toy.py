@@ -1,0 +1,139 @@
+"""A model and an engine of a few lines for tests of the brains: KV that can be read back and believed or not.
+
+The KV of a token in a layer is a number made of all tokens so far and the layer, so any block that is missing, stale,
+misplaced or from another request changes the token that follows. ``continuation`` says what must come out.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvoy.core.actions import ExportBlocks, ImportFrame, ImportSlot, RunStep
+from kvoy.core.events import Exported, Imported, StepDone
+from kvoy.core.step import DecodeRow, PrefillRow, Sampled, StepResult
+from kvoy.core.types import KvDtype, KvSpec, Request, Reservation, SamplingParams
+
+SPEC = KvSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=4, dtype=KvDtype.FP32)
+FINGERPRINT = "f00d"
+CONTEXT_TOKENS = 64
+VOCAB_TOKENS = 100_003
+_PRIME = 2**31 - 1
+
+
+def follow(tokens):
+    """The token after these."""
+    return SPEC.layers * sum(_chains(0, tokens)) % VOCAB_TOKENS
+
+
+def continuation(prompt, sampling, context_tokens=CONTEXT_TOKENS):
+    """What the model says after ``prompt``."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < sampling.max_tokens and len(tokens) < context_tokens:
+        tokens.append(follow(tokens))
+        if tokens[-1] in sampling.stop_token_ids:
+            break
+    return tuple(tokens[len(prompt) :])
+
+
+def request(request_id="r", prompt=10, *, first=1, max_tokens=4, stop=(), salt="", deadline=None, tokens=None):
+    """A request whose prompt is ``prompt`` tokens counting up from ``first`` (or ``tokens``)."""
+    token_ids = tuple(tokens) if tokens is not None else tuple(range(first, first + prompt))
+    sampling = SamplingParams(0.0, 0, 1.0, 0, max_tokens, tuple(stop))
+    return Request(request_id, token_ids, sampling, FINGERPRINT, cache_salt=salt, deadline=deadline)
+
+
+def reservation(request_id="r", epoch=1, held_blocks=0, lease="lease-1", spec=SPEC):
+    return Reservation(request_id, epoch, lease, "decode:1", held_blocks, spec)
+
+
+@dataclass(eq=False)
+class ToyEngine:
+    """Obeys orders one by one, in order, when told to go on. ``slots`` are the staging slab: {layer: KV} each block."""
+
+    spec: KvSpec
+    pool_blocks: int
+    slots: list[list[dict[int, list[int]]]]
+    now: float = 0.0
+    orders: deque = field(default_factory=deque)
+    memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    steps: list = field(default_factory=list)
+
+    def order(self, action):
+        self.orders.append(action)
+        assert sum(isinstance(order, RunStep) for order in self.orders) <= 1, "one step at a time"
+
+    def work(self):
+        """Obey the oldest order; returns the event that answers it."""
+        action = self.orders.popleft()
+        match action:
+            case RunStep(plan):
+                return self._run(plan)
+            case ExportBlocks(transfer_id, slot, blocks, first, layers, valid_tokens):
+                self.slots[slot] = self._export(blocks, range(first, first + layers), valid_tokens)
+                return Exported(transfer_id)
+            case ImportSlot(transfer_id, slot, blocks):
+                self._import(slot, blocks, range(self.spec.layers))
+                return Imported(transfer_id)
+            case ImportFrame(transfer_id, header, _, slot, blocks):
+                self._import(slot, blocks, range(header.first_layer, header.first_layer + header.layers))
+                return Imported(transfer_id)
+
+    def _run(self, plan):
+        self.steps.append(plan)
+        started_at = self.now
+        rows = [*plan.prefill, *plan.decode]
+        assert rows, "an empty step"
+        assert len({row.request_id for row in rows}) == len(rows)
+        sampled = [Sampled(row.request_id, token) for row in rows if (token := self._row(row)) is not None]
+        self.now += 0.001
+        return StepDone(StepResult(plan.step_id, tuple(sampled), started_at, self.now))
+
+    def _row(self, row):
+        match row:
+            case PrefillRow(_, tokens, start, table, sampling):
+                pass
+            case DecodeRow(_, token, start, table, sampling):
+                tokens = (token,)
+        end = start + len(tokens)
+        assert len(table) * self.spec.block_tokens >= end
+        assert len(set(table)) == len(table)
+        assert all(0 <= block < self.pool_blocks for block in table)
+        before = self._read(table, 0, start - 1) if start else 0
+        for position, chain in enumerate(_chains(before, tokens), start):
+            for layer in range(self.spec.layers):
+                self._cell(table, layer, position)[position % self.spec.block_tokens] = chain + layer
+        if sampling is None:
+            return None
+        read = [self._read(table, layer, at) - layer for layer in range(self.spec.layers) for at in range(end)]
+        return sum(read) % VOCAB_TOKENS
+
+    def _read(self, table, layer, position):
+        return self._cell(table, layer, position)[position % self.spec.block_tokens]
+
+    def _cell(self, table, layer, position):
+        key = (table[position // self.spec.block_tokens], layer)
+        return self.memory.setdefault(key, [0] * self.spec.block_tokens)
+
+    def _export(self, blocks, layers, valid_tokens):
+        size = self.spec.block_tokens
+        content = []
+        for index, block in enumerate(blocks):
+            valid = max(0, min(size, valid_tokens - index * size))
+            empty = [0] * size
+            content.append(
+                {layer: self.memory.get((block, layer), empty)[:valid] + [0] * (size - valid) for layer in layers}
+            )
+        return content
+
+    def _import(self, slot, blocks, layers):
+        assert len(self.slots[slot]) >= len(blocks)
+        for content, block in zip(self.slots[slot], blocks, strict=False):
+            for layer in layers:
+                self.memory[block, layer] = list(content[layer])
+
+
+def _chains(before, tokens):
+    chains = []
+    for token in tokens:
+        before = (before * 48271 + token + 11) % _PRIME
+        chains.append(before)
+    return chains
