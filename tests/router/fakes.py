@@ -242,7 +242,8 @@ class FakePods:
             yield WorkStarted(HandoffKey(request_id, work.reservation.epoch), self.script.cached_tokens)
             if self.script.prefill_gate:
                 await self.script.prefill_gate.wait()
-            self.decoding[request_id].committed.set()
+            if handle := self.decoding.get(request_id):
+                handle.committed.set()
             computed = work.request.prompt_tokens - self.script.cached_tokens
             yield PrefillReport(computed_tokens=computed, cached_tokens=self.script.cached_tokens, chunks=1)
         finally:
