@@ -51,6 +51,10 @@ class KvStoreHandler(Protocol):
         ``parent_id`` is empty for the first block of a chain. The payload is the handler's to keep (read-only)."""
         ...
 
+    def bad_block(self) -> None:
+        """A block came with a wrong size or checksum: it is not offered, only to be counted."""
+        ...
+
     async def stat(self) -> StoreStat: ...
 
 
@@ -94,6 +98,7 @@ class _Face:
                 raise InvalidRequest("key is missing; the first message of a Put carries it.", "key")
             if put.block.payload.nbytes != key[1].block_bytes or not put.block.intact:
                 counts.bad_blocks += 1
+                self._handler.bad_block()
             elif await self._handler.put(*key, put.parent_id, put.block):
                 counts.stored_blocks += 1
             else:

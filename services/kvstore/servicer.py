@@ -71,6 +71,10 @@ class KvstoreService:
         self._brain.commit(writing, block.checksum)
         return True
 
+    def bad_block(self) -> None:
+        """Refused by the gRPC face."""
+        self._metrics.count("kvoy_store_bad_blocks")
+
     async def stat(self) -> StoreStat:
         """Counts of what is kept."""
         counted = self._brain.counters

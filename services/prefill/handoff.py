@@ -49,7 +49,7 @@ class OutgoingHandoff:
     def start(self, tasks: asyncio.TaskGroup, on_end: Callable[["OutgoingHandoff"], None]) -> None:
         """Goes on until the decode pod has said its last word, the stream is lost, or it is cut."""
         self._task = tasks.create_task(self._run(), name=f"handoff of {self.key.request_id}")
-        self._task.add_done_callback(lambda _: on_end(self))
+        self._task.add_done_callback(lambda _: self._end(on_end))
 
     def cut(self) -> None:
         """Ends it now. If frames are still to be sent, HandoffLost says when their slots are read no more."""
@@ -64,9 +64,12 @@ class OutgoingHandoff:
                 await stream.close()
         except* KvoyError as failures:
             self._lose(str(failures.exceptions[0]))
-        finally:
-            if self._unanswered:
-                self._lose("the handoff had ended before the frame was sent")
+
+    def _end(self, on_end: Callable[["OutgoingHandoff"], None]) -> None:
+        """Whatever ended it, and also if it was cut before it began."""
+        if self._unanswered:
+            self._lose("the handoff had ended before the frame was sent")
+        on_end(self)
 
     def _lose(self, reason: str) -> None:
         self._unanswered = 0

@@ -124,6 +124,7 @@ class Store:
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, StoreBlock] = {}
+        self.bad_blocks = 0
         self.parents: list[bytes] = []
         self.error: Exception | None = None
         self.hang = False
@@ -148,6 +149,9 @@ class Store:
             return False
         self.blocks[block.block_id] = block
         return True
+
+    def bad_block(self) -> None:
+        self.bad_blocks += 1
 
     async def stat(self) -> StoreStat:
         return StoreStat(blocks=len(self.blocks), stored_bytes=2**40)
