@@ -133,12 +133,12 @@ def translated(address: str) -> Iterator[None]:
     except grpc.RpcError as error:
         raise _kvoy_error(error, address) from error
     except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-        raise PeerError(f"The connection to {address} was closed on this side.", "closed") from error
+        raise PeerError(f"The connection to {address} was closed on this side.", "unreachable") from error
     except asyncio.CancelledError as error:
         # grpc.aio raises this in whoever waits for a call that someone else cancelled, or whose channel was closed.
         if _cancelled_here():
             raise
-        raise PeerError(f"The call to {address} was cancelled on this side.", "closed") from error
+        raise PeerError(f"The call to {address} was cancelled on this side.", "unreachable") from error
 
 
 def _cancelled_here() -> bool:

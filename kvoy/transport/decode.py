@@ -80,6 +80,7 @@ class _Face:
         self._sessions: set[_Session] = set()
 
     def end_streams(self) -> None:
+        """What has been said is still delivered."""
         for session in self._sessions:
             session.outbox.finish(Unavailable("The decode pod is leaving.", "draining"))
 

@@ -104,6 +104,7 @@ class _Face:
         self._streams: set[_IngestStream] = set()
 
     def end_streams(self) -> None:
+        """What has been said is still delivered."""
         for stream in self._streams:
             stream.outbox.finish(Unavailable("The decode pod is leaving.", "draining"))
 

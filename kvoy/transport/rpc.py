@@ -86,7 +86,8 @@ class Registration:
     """Full name, as in kvoy.v1.Inference."""
     methods: Mapping[str, Method]
     end_streams: Callable[[], None] = _nothing
-    """Ends the streams that would go on for ever; the server calls it when it begins to stop."""
+    """Ends the streams that would go on for ever, once what was said on them has been delivered; the server calls it
+    when it begins to stop."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     """The calls being handled now, cleaning up included."""
 

@@ -57,7 +57,7 @@ class Outbox(Generic[T]):
         self._wake.set()
 
     def fail(self, error: KvoyError) -> None:
-        """End the stream with ``error``; what is there is dropped. The first error stays."""
+        """End the stream at once with ``error``; what is there is dropped. The first error stays."""
         if self._error is None:
             self._error = error
             self._waiting.clear()

@@ -147,6 +147,20 @@ async def test_when_the_pod_goes_every_request_on_it_learns(pair):
     assert [reason for _, reason in handler.ended] == ["The decode pod is leaving."]
 
 
+async def test_a_pod_that_leaves_delivers_its_last_words(pair):
+    handler, server, client = pair
+    handle = client.reserve(server.address, values.REQUEST)
+    other = client.reserve(server.address, request("other"))
+    await until(lambda: len(handler.messages) == 2)
+    said = [reservation("request-1"), output("request-1", *range(2000), finish=FinishReason.LENGTH)]
+    handler.sessions[0].send(said[0])
+    handler.sessions[0].send(StepOutputs((said[1],)))
+    await server.stop(10)
+    assert [event async for event in handle] == said
+    with pytest.raises(PeerError, match="leaving"):
+        await anext(other)
+
+
 async def test_a_pod_that_was_never_there(channels):
     client = DecodeClient(channels)
     with pytest.raises(PeerError, match="cannot be reached"):

@@ -182,3 +182,31 @@ async def test_a_caller_cancelled_in_stop_leaves_the_stop_going_on(serve):
     with pytest.raises(KvoyError):
         await anext(answers)
     await client.close()
+
+
+def test_grpc_itself_writes_nothing_to_standard_error():
+    """A taken port, a peer that is away: the error says it, in our words, once."""
+    script = """
+import asyncio
+from kvoy.core.errors import ConfigError, PeerError
+from kvoy.transport.clients import InferenceClient
+from kvoy.transport.server import GrpcServer
+
+async def main():
+    server = await GrpcServer.start("127.0.0.1:0", [])
+    try:
+        await GrpcServer.start(server.address, [])
+    except ConfigError:
+        print("taken")
+    client = InferenceClient(server.address)
+    await server.stop(0)
+    try:
+        await client.list_models()
+    except PeerError:
+        print("away")
+    await client.close()
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("taken\naway\n", "")

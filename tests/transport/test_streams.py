@@ -29,6 +29,16 @@ async def test_what_is_put_is_taken_in_order():
     assert not box.open
 
 
+async def test_a_farewell_comes_after_all_that_was_said():
+    box = outbox()
+    box.put("a")
+    box.finish(KvoyError("Good bye."))
+    box.finish(KvoyError("Not this one."))
+    assert await box.take() == ["a"]
+    with pytest.raises(KvoyError, match="Good bye"):
+        await box.take()
+
+
 async def test_overflow_is_by_weight_and_fails_the_stream():
     box = outbox(3)
     box.put("ab")
