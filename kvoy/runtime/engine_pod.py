@@ -58,7 +58,7 @@ def check_request(request: Request, model: ModelInfo) -> None:
     if not request.token_ids:
         raise InvalidRequest("The prompt is empty; give at least one token id.", "prompt")
     for field, token_ids in (("prompt", request.token_ids), ("stop_token_ids", request.sampling.stop_token_ids)):
-        if not all(0 <= token_id < model.vocab_tokens for token_id in token_ids):
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model.vocab_tokens):
             raise InvalidRequest(f"{field} holds an id that is not below {model.vocab_tokens}.", field)
     if request.prompt_tokens >= model.context_tokens:
         raise InvalidRequest(

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -75,7 +76,7 @@ class Service(Protocol):
 
     @property
     def endpoints(self) -> Mapping[str, str]:
-        """What the ready line says besides ``grpc=``."""
+        """What the ready line says besides ``grpc=`` (where the gRPC server listens)."""
         ...
 
     async def run(self) -> None: ...
@@ -165,7 +166,7 @@ class PodRuntime:
         last.push_async_callback(self._stop_server, server)
         self._self = replace(
             self._self,
-            address=self._config.advertise or server.address,
+            address=self._config.advertise or reachable(server.address),
             generation=await next_generation(self._directory, self._self.pod_id),
             state=PodState.READY,
             model=service.model,
@@ -176,7 +177,7 @@ class PodRuntime:
         self.tasks.create_task(self._run_service(service), name="service")
         self.tasks.create_task(self.presence.publish_blocks(), name="block events")
         await self.presence.refresh()
-        on_ready(self.describe(), service.endpoints)
+        on_ready(self.describe(), {"grpc": server.address, **service.endpoints})
         await self.presence.beat()
 
     async def _run_service(self, service: Service) -> None:
@@ -214,6 +215,17 @@ class PodRuntime:
             return await control.get_pod(pod.address)
         except PeerError:
             return replace(pod, state=PodState.UNREACHABLE)
+
+
+def reachable(address: str) -> str:
+    """Where others reach a server that listens on ``address``: on every interface means on this host's own."""
+    host, _, port = address.rpartition(":")
+    if host.strip("[]") not in {"0.0.0.0", "::"}:  # noqa: S104  - nothing is bound here
+        return address
+    try:
+        return f"{socket.gethostbyname(socket.gethostname())}:{port}"
+    except OSError:
+        return f"127.0.0.1:{port}"
 
 
 def run_service(role: Role, config: PodConfig, start: Start, table: Sequence[Instrument]) -> int:
@@ -258,7 +270,7 @@ async def _serve_metrics(metrics: Metrics, listen: str) -> MetricsServer:
 
 
 def _say_ready(pod: Pod, endpoints: Mapping[str, str]) -> None:
-    words = {"role": pod.role, "pod": pod.pod_id, "grpc": pod.address, **endpoints}
+    words = {"role": pod.role, "pod": pod.pod_id, **endpoints}
     sys.stdout.write("ready " + " ".join(f"{name}={value}" for name, value in words.items()) + "\n")
     sys.stdout.flush()
 

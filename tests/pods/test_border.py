@@ -8,6 +8,7 @@ import pytest
 from kvoy.core.errors import InvalidRequest
 from kvoy.core.types import KvDtype, PrefillWork, RejectReason, Request, Reservation
 from kvoy.runtime.engine_pod import check_request
+from kvoy.runtime.pod import reachable
 from tests.pods.cluster import GREEDY, ask, cluster, sentence
 from tests.pods.toy_engine import MODEL, SPEC, VOCAB_TOKENS, continuation
 
@@ -37,6 +38,14 @@ def test_the_border_names_what_is_wrong(request_: Request, words: str) -> None:
 def test_what_the_wire_cannot_carry_is_refused_too(sampling: object) -> None:
     with pytest.raises(InvalidRequest):
         check_request(replace(ask([1]), sampling=sampling), MODEL)
+
+
+def test_an_address_for_everybody_is_one_that_can_be_reached() -> None:
+    assert reachable("10.1.2.3:50") == "10.1.2.3:50"
+    for everywhere in ("0.0.0.0:50", "[::]:50"):
+        host, port = reachable(everywhere).split(":")
+        assert host != "0.0.0.0"
+        assert port == "50"
 
 
 async def test_pods_refuse_and_go_on() -> None:

@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvoy.core.errors import EngineError, InvariantError, KvoyError, PeerError, Unavailable
+from kvoy.core.frames import FrameHeader
 from kvoy.core.types import FinishReason, PodState, PrefillWork, RejectReason, Reservation
+from kvoy.transport import kv_stream
 from tests.pods.cluster import GREEDY, Cluster, Outcome, Router, ask, cluster, leaves, note, sentence, until_reserved
 from tests.pods.toy_engine import SPEC, ToyEngine, continuation
 
@@ -115,6 +117,29 @@ async def test_prefill_goes_and_another_takes_over(pods: Cluster) -> None:
             note(outcome, event)
     assert outcome.token_ids == continuation(request.token_ids, request.sampling)
     assert outcome.prefill.shipped_blocks == SPEC.blocks_for(90) - renewed.held_blocks
+    await decode.until_free()
+
+
+async def test_a_frame_damaged_on_its_way_is_sent_again(pods: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = await pods.prefill(chunk_tokens=8), await pods.decode()
+    intact = kv_stream.frame_to_wire
+    damaged: list[int] = []
+
+    def damage_once(header: FrameHeader, payload: memoryview) -> bytes:
+        wire = bytearray(intact(header, payload))
+        if header.seq in {1, 4} and header.seq not in damaged:
+            damaged.append(header.seq)
+            wire[-5] ^= 0x40
+        return bytes(wire)
+
+    monkeypatch.setattr(kv_stream, "frame_to_wire", damage_once)
+    request = ask(prompt(60))
+    outcome = await pods.router.generate(request, decode.address, prefill.address)
+    assert outcome.token_ids == continuation(request.token_ids, request.sampling)
+    assert outcome.prefill.resent_frames == len(damaged) == 2
+    assert decode.service.brain.counters.frames_dropped_corrupt == 2
+    assert outcome.decode.received_bytes == SPEC.blocks_for(60) * SPEC.block_bytes
+    await prefill.until_free()
     await decode.until_free()
 
 
