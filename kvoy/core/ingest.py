@@ -169,7 +169,7 @@ class Ingest:
             item.receiver.imported(item.header)
             request.receive(self._pool, item.receiver.whole_blocks)
         stream = self._streams.get(item.header.key)
-        if stream is not None and stream.receiver is item.receiver:
+        if stream is not None:
             self._share_out(stream)
         return request
 

@@ -294,9 +294,12 @@ class PrefillBrain:
         self._watch(now)
 
     def _admit(self, out: list[PrefillAction]) -> None:
-        """In order of arrival, each once blocks for its whole prompt can be had."""
+        """In order of arrival, each once blocks for its whole prompt can be had. A handoff is known by its key alone
+        and another decode pod may choose the same epoch: no key is used again while frames under it are flying."""
         while self._queue and len(self._admitted) < self._params.max_admitted:
             request = next(iter(self._queue.values()))
+            if self._shipping.is_flying(request.key):
+                return
             allocated = self._pool.allocate(request.prompt_blocks, request.reusable_ids)
             if allocated is None:
                 return

@@ -122,6 +122,10 @@ class Shipping:
         """The kvstore reads the slot no more."""
         self._end(self._puts.end(transfer_id), Use.PUT)
 
+    def is_flying(self, key: HandoffKey) -> bool:
+        """Frames of this handoff, which may be over, are still somewhere."""
+        return key in self._flights
+
     @property
     def slots_held(self) -> set[int]:
         """Slots that frames and puts use, for ``check``."""

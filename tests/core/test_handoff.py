@@ -287,6 +287,13 @@ def test_the_commit_may_come_before_the_last_frames():
     assert not one.is_open
 
 
+def test_what_the_commit_asked_for_is_not_asked_for_twice():
+    one = receiver()
+    assert one.hear_commit(Commit(KEY, 2, 7, None, 1.0)) == (Verdict.TAKE, (0, 1))
+    assert one.take(frame(1, 2)) == ()
+    assert one.damaged(0)
+
+
 def test_a_commit_comes_once():
     one = receiver()
     commit = Commit(KEY, 2, 7, None, 1.0)

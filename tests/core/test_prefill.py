@@ -429,6 +429,16 @@ def test_what_the_kvstore_has_is_not_put_again_and_a_slow_one_is_not_waited_for(
     assert not pod.all(PutToStore)
 
 
+def test_a_put_names_the_block_before_its_first():
+    pod = PrefillPod(use_store=True, slot_blocks=1, chunk_tokens=16)
+    pod.submit(prompt=16, welcome=8)
+    pod.tell(StoreLookedUp("r", 0))
+    pod.end_step()
+    pod.export()
+    first, second = pod.all(PutToStore)
+    assert (first.parent_id, second.parent_id) == (b"", first.block_ids[0])
+
+
 def test_a_second_attempt_does_not_wait_for_the_lookup_of_the_first():
     pod = PrefillPod(use_store=True)
     pod.submit(epoch=1)
@@ -509,9 +519,31 @@ def test_late_words_about_what_has_ended_are_counted_and_ignored():
     assert pod.brain.counters.late_answers == 2
 
 
+def test_a_loss_answers_every_send_of_a_frame():
+    pod = PrefillPod()
+    pod.submit(prompt=20, welcome=4)
+    pod.end_step()
+    pod.export()
+    pod.say(Nack(0))
+    pod.tell(HandoffLost(KEY, "reset"))
+    assert pod.brain.load.slots_used == 0
+
+
 def test_a_work_with_both_times_due_at_once_end_once():
     pod = PrefillPod(silence_s=5.0)
     pod.submit(prompt=20, deadline=1005.0)
     pod.now = 1006.0
     pod.tell(Tick())
     assert pod.one(WorkFailed).reason == "deadline"
+
+
+def test_an_attempt_under_a_used_key_waits_for_the_frames_of_the_first_to_be_over():
+    """The router placed the request on another decode pod, whose first epoch is 1 as well."""
+    pod = PrefillPod()
+    pod.submit(prompt=20, welcome=4)
+    pod.end_step()
+    pod.export()
+    pod.tell(WorkCancelled(KEY))
+    assert pod.submit(prompt=20) == []
+    pod.tell(FrameSent(KEY, 0))
+    assert pod.opening.key == KEY
