@@ -10,10 +10,24 @@ import pytest
 
 from kvoy.core.errors import EngineError, InvariantError, KvoyError, PeerError, Unavailable
 from kvoy.core.frames import FrameHeader
+from kvoy.core.hashing import block_ids
+from kvoy.core.store import StoreKey
 from kvoy.core.types import FinishReason, PodState, PrefillWork, RejectReason, Reservation
 from kvoy.transport import kv_stream
-from tests.pods.cluster import GREEDY, Cluster, Outcome, Router, ask, cluster, leaves, note, sentence, until_reserved
-from tests.pods.toy_engine import SPEC, ToyEngine, continuation
+from tests.pods.cluster import (
+    GREEDY,
+    Cluster,
+    Outcome,
+    Router,
+    RunningPod,
+    ask,
+    cluster,
+    leaves,
+    note,
+    sentence,
+    until_reserved,
+)
+from tests.pods.toy_engine import MODEL, SPEC, ToyEngine, continuation
 
 
 def prompt(length: int, start: int = 7) -> list[int]:
@@ -202,6 +216,13 @@ async def test_the_kvstore_comes_goes_and_comes_back(pods: Cluster, caplog: pyte
     assert caplog.text.count("the kvstore is away") <= 4
 
 
+def damage(store: RunningPod, block_id: bytes) -> None:
+    """Flips a bit of the block in the kvstore's memory."""
+    (pin,) = store.service._brain.pin(StoreKey(MODEL.fingerprint, SPEC), [block_id])
+    store.service._slab._view[pin.place.offset + 5] ^= 1
+    store.service._brain.unpin(pin)
+
+
 async def test_a_corrupt_block_of_the_kvstore_is_computed_again(pods: Cluster) -> None:
     store = await pods.kvstore(capacity_bytes=1 << 20)
     first, decode = await pods.prefill(ToyEngine(slots=16)), await pods.decode()
@@ -210,7 +231,7 @@ async def test_a_corrupt_block_of_the_kvstore_is_computed_again(pods: Cluster) -
     await store.until(lambda pod: pod.load.blocks_cached >= 10)
     await first.stop()
     await decode.stop()
-    store.service._slab._view[3 * SPEC.block_bytes + 5] ^= 1
+    damage(store, block_ids(prompt(40), SPEC.block_tokens, MODEL.fingerprint, "")[3])
     second, fresh = await pods.prefill(), await pods.decode()
     await pods.see_each_other()
     request = ask([*prompt(40), 1])
