@@ -47,6 +47,8 @@ def up(
 
     Prints one line `ready http=HOST:PORT grpc=HOST:PORT` when it serves; Ctrl-C ends it, and nothing stays behind.
     """
+    if single and prefill > 1:
+        raise typer.BadParameter("--single has no prefill pods; leave --prefill out.")
     plan = ClusterPlan(
         model=model,
         dtype=dtype.value,

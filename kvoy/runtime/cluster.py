@@ -203,11 +203,12 @@ def check_free(address: str, flag: str) -> None:
     """ConfigError if nobody can listen on ``address``, or if it is none."""
     host, _, port = address.rpartition(":")
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        number = range(65_536).index(int(port))  # more bits than a port has would be cut off in silence
+        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(target)
-    except (ValueError, OverflowError):
+    except ValueError:
         raise ConfigError(f"{flag} is {address!r}, but it must be HOST:PORT, such as 127.0.0.1:8000.") from None
     except OSError as error:
         raise ConfigError(
@@ -221,7 +222,8 @@ async def check_reachable(url: str, flag: str) -> None:
     try:
         where = urlsplit(url)
         async with asyncio.timeout(_REACH_S):
-            _, writer = await asyncio.open_connection(where.hostname, where.port or _DEFAULT_PORTS[where.scheme])
+            port = where.port or _DEFAULT_PORTS[where.scheme]
+            _, writer = await asyncio.open_connection(where.hostname or "127.0.0.1", port)
             writer.close()
     except (ValueError, KeyError):
         raise ConfigError(f"{flag} is {url!r}, but it must be a URL such as redis://HOST:PORT/0.") from None

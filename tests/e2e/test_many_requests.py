@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kvoy.client import AsyncClient
-from tests.e2e.test_goldens import ask, check
+from tests.e2e.test_goldens import ask, check, shortened
 
 REQUESTS = 200
 AT_A_TIME = 16
@@ -35,13 +35,6 @@ def jobs(cases: list[dict], seed: int) -> list[Job]:
         Job(shortened(case, draw.randint(2, 24)), draw.uniform(0, 2.0) if index in cancelled else None)
         for index, case in enumerate(picked)
     ]
-
-
-def shortened(case: dict, max_tokens: int) -> dict:
-    """The same prompt asked for fewer tokens: greedily, they are the first ones of the whole output."""
-    if max_tokens >= len(case["output_ids"]):
-        return case
-    return {**case, "max_tokens": max_tokens, "output_ids": case["output_ids"][:max_tokens], "finish": "length"}
 
 
 async def do(job: Job, client: httpx.AsyncClient) -> bool:
@@ -70,7 +63,8 @@ async def test_two_hundred_requests_a_fifth_of_them_cancelled(running, golden_ca
     after = await asyncio.to_thread(running.idle_pods)
     for pod, was in zip(after, before, strict=True):
         assert (pod["pod_id"], pod["pid"]) == (was["pod_id"], was["pid"]), "a pod was started again"
-        assert pod["blocks_total"] == was["blocks_total"]
+        if pod["role"] != "kvstore":  # which learns from its first block how large blocks are
+            assert pod["blocks_total"] == was["blocks_total"]
         assert pod["blocks_cached"] <= pod["blocks_total"]
 
 

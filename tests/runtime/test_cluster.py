@@ -1,0 +1,102 @@
+"""The plan of a local cluster: who gets which core, which address, and who finds it."""
+
+import asyncio
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+
+from kvoy.core.errors import ConfigError
+from kvoy.runtime import cluster_files
+from kvoy.runtime.cluster import check_free, check_reachable, share_cores
+from kvoy.runtime.cluster_files import ClusterRecord
+
+
+@pytest.mark.parametrize(
+    ("cores", "prefill", "decode", "expected"),
+    [
+        (2, 1, 1, ([1], [1])),
+        (3, 1, 1, ([2], [1])),
+        (8, 1, 1, ([4], [4])),
+        (7, 2, 2, ([2, 2], [2, 1])),
+        (1, 2, 2, ([1, 1], [1, 1])),
+        (4, 0, 1, ([], [4])),
+    ],
+)
+def test_cores_are_shared_out_and_the_odd_one_goes_to_prefill(cores, prefill, decode, expected):
+    assert share_cores(cores, prefill, decode) == expected
+
+
+def test_an_address_is_free_or_the_reason_is_said():
+    check_free("127.0.0.1:0", "--http")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="choose another with --http"):
+            check_free(f"127.0.0.1:{taken.getsockname()[1]}", "--http")
+    for nonsense in ("nonsense", "127.0.0.1:", "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match="must be HOST:PORT"):
+            check_free(nonsense, "--grpc")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_free("203.0.113.1:0", "--grpc")
+
+
+async def test_a_url_is_reachable_or_the_reason_is_said():
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    await check_reachable(f"redis://127.0.0.1:{port}/0", "--redis-url")
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        await check_reachable(f"redis://127.0.0.1:{port}/0", "--redis-url")
+    for nonsense in ("127.0.0.1:1", "redis", "http://127.0.0.1"):
+        with pytest.raises(ConfigError, match="must be a URL"):
+            await check_reachable(nonsense, "--redis-url")
+
+
+@pytest.fixture
+def record(tmp_path) -> ClusterRecord:
+    (tmp_path / "data").mkdir()
+    return ClusterRecord(os.getpid(), "h:1", "g:2", "m", str(tmp_path / "data"), temporary=False, started_at=1.0)
+
+
+def test_a_record_is_found_and_taken_back(tmp_path, record):
+    folder = tmp_path / "run"
+    cluster_files.write(record, folder)
+    assert cluster_files.running(folder) == [record]
+    assert cluster_files.read(tmp_path / "data" / "cluster.json") == record
+    cluster_files.remove(record, folder)
+    assert cluster_files.running(folder) == []
+    assert (tmp_path / "data").exists()
+
+
+def test_the_newest_comes_first(tmp_path, record):
+    folder = tmp_path / "run"
+    (tmp_path / "other").mkdir()
+    newer = replace(record, pid=os.getppid(), started_at=2.0, data_dir=str(tmp_path / "other"))
+    for one in (newer, record):
+        cluster_files.write(one, folder)
+    assert cluster_files.running(folder) == [newer, record]
+
+
+def test_what_a_dead_cluster_left_is_swept_away(tmp_path, record):
+    folder = tmp_path / "run"
+    cluster_files.write(replace(record, pid=2**22 + 1, temporary=True), folder)
+    assert cluster_files.running(folder) == []
+    assert list(folder.iterdir()) == []
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_file_that_makes_no_sense_is_passed_over(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "cluster-1.json").write_text("{")
+    (folder / "cluster-2.json").write_text('{"pid": 2}')
+    assert cluster_files.running(folder) == []
+
+
+def test_the_state_folder_is_the_users(monkeypatch, tmp_path):
+    assert cluster_files.state_dir({"XDG_RUNTIME_DIR": "/run/user/1"}).as_posix() == "/run/user/1/kvoy"
+    monkeypatch.setenv("KVOY_CACHE", str(tmp_path))
+    assert cluster_files.state_dir({}) == tmp_path / "run"
