@@ -113,6 +113,7 @@ async def _spawn(settings: EngineSettings, slab_fd: int) -> tuple[Process, Async
     """The child with its ends of the channel and the slab, told its settings."""
     ours, theirs = socket.socketpair()
     with theirs:
+        channel = await AsyncChannel.open(ours)
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         try:
             process = await asyncio.create_subprocess_exec(
@@ -126,10 +127,9 @@ async def _spawn(settings: EngineSettings, slab_fd: int) -> tuple[Process, Async
                 env=environment,
                 pass_fds=(theirs.fileno(), slab_fd),
             )
-        except BaseException:
-            ours.close()
+        except BaseException:  # a child that has started all the same sees the end of its channel and goes
+            await channel.close()
             raise
-    channel = await AsyncChannel.open(ours)
     channel.send(settings)
     return process, channel
 
