@@ -1,12 +1,12 @@
 """The brain of a decode pod: who gets blocks, whose KV may come, what each step computes, when a request ends.
 
-Pure: events in, actions out. Handoffs are ingest's, steps decode_batch's, puts store_puts'; this file sequences them.
+Pure: events in, actions out. Handoffs are ingest's, how long a request is waited for is leases', steps are
+decode_batch's, puts store_puts'; this file sequences them.
 A request is in exactly one place: the queue, the batch, or (reserved) neither. Whatever ends it goes through
 ``_let_go``, which frees all it holds, once; the router hears of the end in exactly one action.
 """
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import count
 from typing import assert_never
 
@@ -27,9 +27,11 @@ from kvoy.core.events import (
     HandoffLost,
     HandoffOpened,
     Imported,
+    LeasesKept,
     RenewAsked,
     RequestCancelled,
     ReserveAsked,
+    RouterEvent,
     StepDone,
     StoreFetched,
     StoreLookedUp,
@@ -39,6 +41,7 @@ from kvoy.core.events import (
 from kvoy.core.fit import Fit, Refusal, misfit
 from kvoy.core.handoff import FrameSize
 from kvoy.core.ingest import Ingest
+from kvoy.core.leases import Leases
 from kvoy.core.outputs import Outputs
 from kvoy.core.staging import Slots
 from kvoy.core.step import Sampled
@@ -57,7 +60,7 @@ class DecodeParams:
     max_waiting: int = 256
     """Requests that may wait for blocks; more are rejected as busy."""
     lease_s: float = 30.0
-    """A reservation ends when for so long nobody has a handoff to it open."""
+    """A reservation without an open handoff ends when for so long its router has not said that it wants it."""
     silence_s: float = 300.0
     """A reservation ends when for so long an open handoff brings nothing. A prefill pod that is gone is seen by its
     broken stream; this bounds one that hangs, and must outlast a long prompt in a long queue."""
@@ -67,13 +70,8 @@ class DecodeParams:
     """Blocks of finished requests that may wait to be put to the kvstore."""
 
 
-_RouterEvent = ReserveAsked | RenewAsked | RequestCancelled | DrainAsked | Tick
+_RouterEvent = RouterEvent | DrainAsked | Tick
 _PeerEvent = HandoffOpened | FrameArrived | CommitArrived | HandoffLost
-
-
-class _Timer(Enum):
-    DEADLINE = "deadline"
-    LEASE = "lease"
 
 
 class DecodeBrain:
@@ -115,16 +113,16 @@ class DecodeBrain:
         self._batch = DecodeBatch(spec, self._pool, self._tally, params.max_batch, params.chunk_tokens)
         self._requests: dict[str, DecodeRequest] = {}
         self._outputs = Outputs()
-        self._deadlines: Deadlines[tuple[str, _Timer]] = Deadlines()
+        self._deadlines: Deadlines[str] = Deadlines()
         self._arrivals = count(1)
-        self._leases = count(1)
+        self._leases = Leases(params.lease_s, params.silence_s)
         self._is_draining = False
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         """What follows from the event. ``now`` is Unix seconds."""
         out: list[DecodeAction] = []
         match event:
-            case ReserveAsked() | RenewAsked() | RequestCancelled() | DrainAsked() | Tick():
+            case ReserveAsked() | RenewAsked() | LeasesKept() | RequestCancelled() | DrainAsked() | Tick():
                 self._on_router(event, now, out)
             case HandoffOpened() | FrameArrived() | CommitArrived() | HandoffLost():
                 self._on_peer(event, now, out)
@@ -139,7 +137,7 @@ class DecodeBrain:
 
     def next_deadline(self) -> float | None:
         """When the brain wants a Tick, unless something else comes first."""
-        return self._deadlines.next
+        return min(filter(None, (self._deadlines.next, self._leases.next_end)), default=None)
 
     def check(self) -> None:
         """Raises InvariantError unless blocks, slots, credits and requests add up."""
@@ -190,6 +188,9 @@ class DecodeBrain:
                 self._take_in(event, now, out)
             case RenewAsked(request_id=request_id):
                 self._renew(request_id, now, out)
+            case LeasesKept(request_ids=request_ids):
+                for kept in filter(None, map(self._requests.get, request_ids)):
+                    self._leases.keep(kept, now)
             case RequestCancelled(request_id=request_id):
                 request = self._requests.get(request_id)
                 if request is None:
@@ -199,8 +200,7 @@ class DecodeBrain:
             case DrainAsked():
                 self._is_draining = True
             case Tick():
-                while (due := self._deadlines.pop_due(now)) is not None:
-                    self._time_out(*due, out)
+                self._time_out(now, out)
 
     def _take_in(self, event: ReserveAsked, now: float, out: list[DecodeAction]) -> None:
         self._tally.add("asked")
@@ -215,7 +215,7 @@ class DecodeBrain:
         )
         self._requests[request.request_id] = waiting
         self._queue.add(waiting)
-        self._deadlines.set((request.request_id, _Timer.DEADLINE), request.deadline)
+        self._deadlines.set(request.request_id, request.deadline)
 
     def _rejection(self, request: Request, now: float) -> Refusal | None:
         if self._is_draining:
@@ -239,7 +239,7 @@ class DecodeBrain:
         request.epoch += 1
         request.is_renewing = True
         request.is_opened = False
-        self._deadlines.drop((request_id, _Timer.LEASE))
+        self._leases.end(request_id)
         self._say_renewed(request, now, out)
 
     def _say_renewed(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
@@ -247,12 +247,13 @@ class DecodeBrain:
             request.is_renewing = False
             self._say_reserved(request, now, out)
 
-    def _time_out(self, request_id: str, timer: _Timer, out: list[DecodeAction]) -> None:
-        request = self._requests[request_id]
-        if timer is _Timer.DEADLINE:
-            self._reject(request, RejectReason.DEADLINE, "the deadline passed before the request ended", out)
-        else:
-            self._reject(request, RejectReason.LEASE_EXPIRED, "no KV came while the lease lasted", out)
+    def _time_out(self, now: float, out: list[DecodeAction]) -> None:
+        while (late := self._deadlines.pop_due(now)) is not None:
+            message = "the deadline passed before the request ended"
+            self._reject(self._requests[late], RejectReason.DEADLINE, message, out)
+        while (unwanted := self._leases.pop_ended(now)) is not None:
+            message = "neither its router nor a prefill pod was heard of for too long"
+            self._reject(self._requests[unwanted], RejectReason.LEASE_EXPIRED, message, out)
 
     def _on_peer(self, event: _PeerEvent, now: float, out: list[DecodeAction]) -> None:
         match event:
@@ -270,13 +271,7 @@ class DecodeBrain:
                 request = self._requests.get(key.request_id)
                 is_news = self._ingest.lost(key)
         if request is not None and is_news:
-            self._extend_lease(request, now)
-
-    def _extend_lease(self, request: DecodeRequest, now: float) -> None:
-        """Its handoff opened, brought something, or ended."""
-        if request.phase is Phase.RESERVED and not request.is_renewing:
-            lease_s = self._params.lease_s if request.receiver is None else self._params.silence_s
-            self._deadlines.set((request.request_id, _Timer.LEASE), now + lease_s)
+            self._leases.extend(request, now)
 
     def _on_engine(self, event: StepDone | Imported | Exported | StorePut, now: float, out: list[DecodeAction]) -> None:
         match event:
@@ -300,9 +295,7 @@ class DecodeBrain:
         if commit is None:
             raise InvariantError(f"{request.key} is complete without a commit")
         self._ingest.finish(request, out)
-        self._deadlines.drop((request.request_id, _Timer.LEASE))
-        request.filled_tokens = request.request.prompt_tokens
-        request.register(self._pool)
+        self._leases.end(request.request_id)
         self._batch.join(request)
         self._emit(request, Sampled(request.request_id, commit.first_token_id, commit.first_logprob), now, out)
 
@@ -348,10 +341,9 @@ class DecodeBrain:
             self._say_reserved(request, now, out)
 
     def _say_reserved(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
-        request.lease = f"lease-{next(self._leases)}"
-        self._extend_lease(request, now)
+        lease = self._leases.grant(request, now)
         reservation = Reservation(
-            request.request_id, request.epoch, request.lease, self._ingest_address, request.whole_blocks, self._spec
+            request.request_id, request.epoch, lease, self._ingest_address, request.whole_blocks, self._spec
         )
         out.append(SayReserved(request.source, reservation))
 
@@ -396,5 +388,5 @@ class DecodeBrain:
         request.let_go(self._pool)
         request.phase = Phase.OVER
         del self._requests[request.request_id]
-        for timer in _Timer:
-            self._deadlines.drop((request.request_id, timer))
+        self._deadlines.drop(request.request_id)
+        self._leases.end(request.request_id)

@@ -124,6 +124,13 @@ class RenewAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class LeasesKept:
+    """The router is alive and wants these requests (idempotent: they may have ended already)."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestCancelled:
     """The router ends the request (idempotent: it may have ended already). Answered by SayOutputs with finish CANCELLED
     and the report, if it had not."""
@@ -163,4 +170,5 @@ class DrainAsked:
 
 SharedEvent = Tick | StepDone | Exported | Imported | StoreLookedUp | StoreFetched | StorePut | HandoffLost | DrainAsked
 PrefillEvent = SharedEvent | WorkSubmitted | WorkCancelled | ReceiverSaid | FrameSent
-DecodeEvent = SharedEvent | ReserveAsked | RenewAsked | RequestCancelled | HandoffOpened | FrameArrived | CommitArrived
+RouterEvent = ReserveAsked | RenewAsked | LeasesKept | RequestCancelled
+DecodeEvent = SharedEvent | RouterEvent | HandoffOpened | FrameArrived | CommitArrived

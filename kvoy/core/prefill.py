@@ -14,7 +14,6 @@ from typing import assert_never
 from kvoy.core.actions import (
     Announce,
     CloseHandoff,
-    OpenHandoff,
     PrefillAction,
     SendCommit,
     WorkDone,
@@ -160,7 +159,7 @@ class PrefillBrain:
             requests_running=len(self._admitted),
             requests_waiting=len(self._queue),
             tokens_waiting=sum(request.prompt_tokens - request.filled_tokens for request in works),
-            leases=len(self._admitted),
+            leases=sum(request.is_started for request in self._admitted.values()),
             prefilled_tokens=self._tally.totals["prefilled_tokens"],
             generated_tokens=self._tally.totals["generated_tokens"],
         )
@@ -261,13 +260,13 @@ class PrefillBrain:
             case HandoffLost(key=key, reason=reason):
                 self._shipping.lost(key)
                 request = self._find(key)
-                if request is not None and request.phase is not Phase.QUEUED:
+                if request is not None and request.is_started:
                     self._tally.add("handoffs_lost")
                     self._fail(request, "decode_lost", reason, out, close=False)
 
     def _hear(self, key: HandoffKey, message: ReceiverMessage, out: list[PrefillAction]) -> None:
         request = self._find(key)
-        if request is None or request.phase is Phase.QUEUED:
+        if request is None or not request.is_started:
             self._tally.add("late_answers")
             return
         self._deadlines.drop((key.request_id, _Timer.SILENCE))
@@ -311,8 +310,6 @@ class PrefillBrain:
             request.report = replace(request.report, cached_tokens=hit_tokens)
             request.fill(self._pool, hit_tokens)
             self._tally.add("cache_hit_tokens", hit_tokens)
-            self._tally.add("handoffs_opened")
-            out.append(OpenHandoff(request.work.reservation.ingest_address, request.sender.opening))
             self._reloading.look_up(request, out)
 
     def _use_slots(self, out: list[PrefillAction]) -> None:
@@ -346,7 +343,7 @@ class PrefillBrain:
     def _watch(self, now: float) -> None:
         """Set a time for each receiver that owes an answer, and none for one that does not."""
         for request in self._admitted.values():
-            if request.sender.awaits_receiver != request.is_watched:
+            if (request.is_started and request.sender.awaits_receiver) != request.is_watched:
                 request.is_watched = not request.is_watched
                 at = now + self._params.silence_s if request.is_watched else None
                 self._deadlines.set((request.request_id, _Timer.SILENCE), at)
@@ -356,7 +353,7 @@ class PrefillBrain:
     ) -> None:
         """``close``: the stream, if there is one, is still open."""
         self._tally.add(f"failed_{reason}")
-        if close and request.phase is not Phase.QUEUED:
+        if close and request.is_started:
             out.append(CloseHandoff(request.key))
         self._let_go(request)
         out.append(WorkFailed(request.key, reason, message))

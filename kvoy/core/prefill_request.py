@@ -3,7 +3,7 @@
     QUEUED -admitted-> LOOKING_UP -> RELOADING <-> FETCHING -> COMPUTING -last chunk-> COMPUTED
                                                                              any -done, failed-> OVER
 
-The handoff runs beside this from admission on: what is in the pool is offered to the sender at once.
+The handoff runs beside this from the first chunk on: what is in the pool is offered to the sender at once.
 """
 
 from dataclasses import dataclass, field, replace
@@ -50,6 +50,7 @@ class PrefillRequest:
     """Leading blocks that need no PutToStore: in our pool before, or in the kvstore."""
     slots_used: int = 0
     is_started: bool = False
+    """Its first chunk was given to the engine, and its handoff opened."""
     is_watched: bool = False
     """A time is set by which the receiver must say something."""
     first: Sampled | None = None

@@ -7,7 +7,7 @@ be another's by then; that is safe because the engine obeys in order (kvoy.core.
 from collections.abc import Iterable
 from itertools import count
 
-from kvoy.core.actions import PrefillAction, RunStep, WorkStarted
+from kvoy.core.actions import OpenHandoff, PrefillAction, RunStep, WorkStarted
 from kvoy.core.block_pool import BlockPool
 from kvoy.core.chunking import Chunk, plan_chunks
 from kvoy.core.counters import Tally
@@ -33,7 +33,8 @@ class PrefillSteps:
         return self._step_id is None
 
     def start(self, requests: Iterable[PrefillRequest], out: list[PrefillAction]) -> None:
-        """The next chunks of these requests, the earliest first, unless a step is under way."""
+        """The next chunks of these requests, the earliest first, unless a step is under way. A handoff opens with the
+        first chunk: soon enough to overlap with it, and no decode pod reserves credit for a prompt that still waits."""
         if self._step_id is not None:
             return
         ready = [request for request in requests if request.phase is Phase.COMPUTING]
@@ -44,11 +45,13 @@ class PrefillSteps:
         self._step_id = next(self._step_ids)
         self._rows = [(ready[chunk.index], chunk) for chunk in chunks]
         self._tally.add("steps")
+        starting = [(request, chunk.start) for request, chunk in self._rows if not request.is_started]
+        for request, _ in starting:
+            request.is_started = True
+            self._tally.add("handoffs_opened")
+            out.append(OpenHandoff(request.work.reservation.ingest_address, request.sender.opening))
         out.append(RunStep(StepPlan(self._step_id, prefill=tuple(_row(*row) for row in self._rows))))
-        for request, chunk in self._rows:
-            if not request.is_started:
-                request.is_started = True
-                out.append(WorkStarted(request.key, chunk.start))
+        out.extend(WorkStarted(request.key, start) for request, start in starting)
 
     def finish(self, result: StepResult) -> None:
         """The step under way is done."""

@@ -1,7 +1,7 @@
 """What a router and a decode pod say to each other about requests, as values (the Serve stream carries them).
 
-Router: Reserve, then maybe Renew and Cancel. Decode pod: a Reservation (again after each Renew), then
-StepOutputs until one carries a finish; or at any point a Rejection, after which nothing is held.
+Router: Reserve, Keep every few seconds, maybe Renew and Cancel. Decode pod: a Reservation (again after each
+Renew), then StepOutputs until one carries a finish; or at any point a Rejection, after which nothing is held.
 """
 
 from dataclasses import dataclass
@@ -32,6 +32,13 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """The router is alive and wants these requests: their leases begin anew."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Rejection:
     """The pod does not take, or cannot go on with, the request; nothing is held for it."""
 
@@ -47,7 +54,7 @@ class StepOutputs:
     outputs: tuple[RequestOutput, ...]
 
 
-RouterMessage = Reserve | Cancel | Renew
+RouterMessage = Reserve | Cancel | Renew | Keep
 DecodeMessage = Reservation | Rejection | StepOutputs
 RequestEvent = Reservation | Rejection | RequestOutput
 """What one request of a router gets from its decode pod."""

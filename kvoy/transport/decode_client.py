@@ -10,7 +10,17 @@ from types import TracebackType
 from typing import Self
 
 from kvoy.core.errors import InvariantError, KvoyError, Overloaded, PeerError
-from kvoy.core.serve import Cancel, DecodeMessage, Rejection, Renew, RequestEvent, Reserve, RouterMessage, StepOutputs
+from kvoy.core.serve import (
+    Cancel,
+    DecodeMessage,
+    Keep,
+    Rejection,
+    Renew,
+    RequestEvent,
+    Reserve,
+    RouterMessage,
+    StepOutputs,
+)
 from kvoy.core.types import Request, RequestOutput
 from kvoy.transport.calls import ClientExchange, decoded
 from kvoy.transport.channels import Channels
@@ -21,6 +31,8 @@ from kvoy.transport.streams import Outbox, race
 from kvoy.v1 import decode_pb2 as pb
 
 SERVE_PATH = f"/{NAME}/Serve"
+KEEP_S = 5.0
+"""Between two Keeps: several of them fit into the shortest lease that makes sense."""
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 """Of messages that one decode pod has not taken; a full prompt of 128k tokens is half a megabyte."""
 
@@ -102,8 +114,9 @@ class DecodeRequest:
 class _ServeStream:
     """One Serve stream and the requests on it, from its opening to its end."""
 
-    def __init__(self, exchange: ClientExchange, address: str) -> None:
+    def __init__(self, exchange: ClientExchange, address: str, keep_s: float) -> None:
         self._exchange = exchange
+        self._keep_s = keep_s
         self._address = address
         self._outbox: Outbox[bytes] = Outbox(MAX_WAITING_BYTES, self._too_slow, len)
         self._requests: dict[str, DecodeRequest] = {}
@@ -134,7 +147,7 @@ class _ServeStream:
         """Carries messages until the stream ends, then fails what is still on it."""
         error: KvoyError = PeerError(f"The decode pod at {self._address} ended the stream.", "unreachable")
         try:
-            await race(self._read(), self._write(), self._outbox.failure())
+            await race(self._read(), self._write(), self._keep(), self._outbox.failure())
         except KvoyError as reason:
             error = reason if isinstance(reason, PeerError) else PeerError(str(reason), "unreachable")
         finally:
@@ -152,6 +165,12 @@ class _ServeStream:
             for wire in messages:
                 await self._exchange.write(wire)
 
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._keep_s)
+            if self._requests:
+                self.say(Keep(tuple(self._requests)))
+
     def _deliver(self, message: DecodeMessage) -> None:
         for event in message.outputs if isinstance(message, StepOutputs) else (message,):
             # What comes for a request that was just cancelled has no reader any more.
@@ -167,10 +186,12 @@ def _decode_message(wire: bytes) -> DecodeMessage:
 
 
 class DecodeClient:
-    """All Serve streams of one router, opened when first needed and again after a break."""
+    """All Serve streams of one router, opened when first needed and again after a break. As long as this process is
+    well, every request here is kept: its lease ends only with the router, not while its prompt waits for a pod."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, keep_s: float = KEEP_S) -> None:
         self._channels = channels
+        self._keep_s = keep_s
         self._streams: dict[str, _ServeStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -184,7 +205,8 @@ class DecodeClient:
 
     def _open(self, address: str) -> _ServeStream:
         # No deadline: the stream lives as long as both pods; keepalive finds a peer that is cut off.
-        stream = _ServeStream(ClientExchange(self._channels.to(address), address, SERVE_PATH, timeout_s=None), address)
+        exchange = ClientExchange(self._channels.to(address), address, SERVE_PATH, timeout_s=None)
+        stream = _ServeStream(exchange, address, self._keep_s)
         task = asyncio.create_task(self._run(address, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -11,8 +11,8 @@ from typing import assert_never
 
 from kvoy.core.actions import SayOutputs, SayRejected, SayReserved
 from kvoy.core.errors import InvalidRequest
-from kvoy.core.events import DecodeEvent, RenewAsked, RequestCancelled, ReserveAsked
-from kvoy.core.serve import Cancel, DecodeMessage, Rejection, Renew, Reserve, RouterMessage, StepOutputs
+from kvoy.core.events import DecodeEvent, LeasesKept, RenewAsked, RequestCancelled, ReserveAsked
+from kvoy.core.serve import Cancel, DecodeMessage, Keep, Rejection, Renew, Reserve, RouterMessage, StepOutputs
 from kvoy.core.types import ModelInfo, RejectReason
 from kvoy.runtime.engine_pod import check_request
 from kvoy.runtime.loop import Inbox
@@ -50,6 +50,9 @@ class Sessions:
             case Renew(request_id):
                 if self._is_of(request_id, session):
                     await self._inbox.offer(RenewAsked(request_id))
+            case Keep(request_ids):
+                kept = tuple(request_id for request_id in request_ids if self._is_of(request_id, session))
+                await self._inbox.offer(LeasesKept(kept))
             case Cancel(request_id):
                 if self._is_of(request_id, session):
                     self._cancel(request_id)

@@ -1,7 +1,7 @@
 """decode.proto: what a router and a decode pod say on the Serve stream."""
 
 from kvoy.core.errors import InvalidRequest
-from kvoy.core.serve import Cancel, DecodeMessage, Rejection, Renew, Reserve, RouterMessage, StepOutputs
+from kvoy.core.serve import Cancel, DecodeMessage, Keep, Rejection, Renew, Reserve, RouterMessage, StepOutputs
 from kvoy.core.types import RejectReason, Request, RequestOutput, Reservation
 from kvoy.transport.codec import fields, shared
 from kvoy.v1 import decode_pb2 as pb
@@ -26,6 +26,8 @@ def router_message_to_proto(value: RouterMessage, now: float) -> pb.ServeRequest
             return pb.ServeRequest(cancel=pb.Cancel(request_id=request_id))
         case Renew(request_id):
             return pb.ServeRequest(renew=pb.Renew(request_id=request_id))
+        case Keep(request_ids):
+            return pb.ServeRequest(keep=pb.Keep(request_ids=request_ids))
 
 
 def router_message_from_proto(message: pb.ServeRequest, now: float) -> RouterMessage:
@@ -36,8 +38,10 @@ def router_message_from_proto(message: pb.ServeRequest, now: float) -> RouterMes
             return Cancel(fields.identifier(message.cancel.request_id, "cancel.request_id"))
         case "renew":
             return Renew(fields.identifier(message.renew.request_id, "renew.request_id"))
+        case "keep":
+            return Keep(tuple(fields.identifier(one, "keep.request_ids") for one in message.keep.request_ids))
         case _:
-            raise InvalidRequest("event is missing; a ServeRequest holds reserve, cancel or renew.", "event")
+            raise InvalidRequest("event is missing; a ServeRequest holds reserve, cancel, renew or keep.", "event")
 
 
 def _reserve_to_proto(value: Reserve, now: float) -> pb.Reserve:
