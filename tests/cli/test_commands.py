@@ -102,7 +102,8 @@ def test_readme_and_makefile_speak_of_what_there_is():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", readme, re.MULTILINE)) <= targets
     commands = {command.callback.__name__ for command in app.registered_commands} | {"models"}
-    typed = "".join(re.findall(r"^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL))
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    typed = "".join(text for language, text in fenced if not language)
     assert {"up", "generate", "chat", "pods"} <= set(re.findall(r"^kvoy ([a-z]+)", typed, re.MULTILINE)) <= commands
     for link in re.findall(r"\]\(([\w/.-]+)\)", readme):
         assert (ROOT / link).exists(), link
