@@ -15,12 +15,13 @@ from kvoy.core.events import (
     CommitArrived,
     FrameArrived,
     HandoffLost,
+    LeasesKept,
     HandoffOpened,
     RequestCancelled,
     ReserveAsked,
 )
 from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Opening, ReceiverMessage, Refused, Welcome
-from kvoy.core.serve import Cancel, DecodeMessage, Rejection, Renew, Reserve, StepOutputs
+from kvoy.core.serve import Cancel, DecodeMessage, Keep, Rejection, Renew, Reserve, StepOutputs
 from kvoy.core.types import FinishReason, RejectReason, RequestOutput, Reservation
 from services.decode.ingest import Ingest
 from services.decode.sessions import Sessions
@@ -203,6 +204,14 @@ async def test_an_id_may_be_used_again_once_it_is_cancelled(inbox: Inbox, sessio
     assert inbox.kinds[-1] is RequestCancelled
     sessions.say(SayOutputs("a", (RequestOutput(request.request_id, (), finish=FinishReason.CANCELLED),)))
     assert not sessions._asked
+
+
+async def test_a_router_keeps_its_own_requests_and_no_others(inbox: Inbox, sessions: Sessions) -> None:
+    mine, other = ask([1]), ask([2])
+    await sessions.received(Session("a"), Reserve(mine))
+    await sessions.received(Session("b"), Reserve(other))
+    await sessions.received(Session("a"), Keep((mine.request_id, other.request_id, "unknown")))
+    assert inbox.events[-1] == LeasesKept((mine.request_id,))
 
 
 async def test_words_about_what_is_not_here_are_passed_over(inbox: Inbox, sessions: Sessions) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoy.core.errors import InvariantError, PeerError
-from kvoy.core.serve import Cancel, Rejection, Renew, Reserve, StepOutputs
+from kvoy.core.serve import Cancel, Keep, Rejection, Renew, Reserve, StepOutputs
 from kvoy.core.types import DecodeReport, FinishReason, RejectReason, RequestOutput
 from kvoy.transport import decode as decode_module
 from kvoy.transport.channels import Channels
@@ -99,6 +99,20 @@ async def test_renew_and_cancel_arrive_in_order(pair):
     await until(lambda: len(handler.messages) == 3)
     assert handler.messages[1:] == [Renew("request-1"), Cancel("request-1")]
     assert [event async for event in handle] == []
+
+
+async def test_requests_are_kept_as_long_as_they_are_wanted(serve, channels):
+    handler = Decode()
+    server = await serve(decode_service(handler))
+    client = DecodeClient(channels, keep_s=0.01)
+    first = client.reserve(server.address, request("a"))
+    client.reserve(server.address, request("b"))
+    await until(lambda: handler.messages.count(Keep(("a", "b"))) > 1)
+    first.cancel()
+    await until(lambda: Keep(("b",)) in handler.messages)
+    ends = handler.messages.index(Cancel("a"))
+    assert Keep(("a", "b")) not in handler.messages[ends:]
+    await client.close()
 
 
 async def test_leaving_early_cancels(pair):

@@ -25,7 +25,7 @@ from kvoy.core.generate import (
     TokenPrompt,
     Usage,
 )
-from kvoy.core.serve import Cancel, Rejection, Renew, Reserve, StepOutputs
+from kvoy.core.serve import Cancel, Keep, Rejection, Renew, Reserve, StepOutputs
 from kvoy.core.types import (
     GREEDY,
     BlockEvent,
@@ -127,6 +127,7 @@ prefill_events = st.builds(WorkStarted, st.just(KEY), u32) | prefill_reports
 finishes = st.none() | st.sampled_from(FinishReason)
 outputs = st.builds(RequestOutput, name, token_ids, logprob_lists, finishes, st.none() | decode_reports)
 router_messages = st.builds(Reserve, requests, st.booleans()) | st.builds(Cancel, name) | st.builds(Renew, name)
+router_messages |= st.builds(Keep, st.lists(name, max_size=4).map(tuple))
 decode_messages = (
     reservations
     | st.builds(Rejection, name, st.sampled_from(RejectReason), text)
