@@ -15,8 +15,8 @@ from kvoy.core.events import (
     CommitArrived,
     FrameArrived,
     HandoffLost,
-    LeasesKept,
     HandoffOpened,
+    LeasesKept,
     RequestCancelled,
     ReserveAsked,
 )
