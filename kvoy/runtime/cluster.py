@@ -225,6 +225,7 @@ async def check_reachable(url: str, flag: str) -> None:
             port = where.port or _DEFAULT_PORTS[where.scheme]
             _, writer = await asyncio.open_connection(where.hostname or "127.0.0.1", port)
             writer.close()
+            await writer.wait_closed()
     except (ValueError, KeyError):
         raise ConfigError(f"{flag} is {url!r}, but it must be a URL such as redis://HOST:PORT/0.") from None
     except OSError as error:
@@ -236,10 +237,12 @@ async def _answers_ready(http: str) -> None:
     host, _, port = http.rpartition(":")
     while True:
         with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            writer.write(f"GET /readyz HTTP/1.1\r\nHost: {http}\r\nConnection: close\r\n\r\n".encode())
-            status = await reader.readline()
-            writer.close()
+            async with asyncio.timeout(_REACH_S):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                writer.write(f"GET /readyz HTTP/1.1\r\nHost: {http}\r\nConnection: close\r\n\r\n".encode())
+                status = await reader.readline()
+                writer.close()
+                await writer.wait_closed()
             if b" 200 " in status:
                 return
         await asyncio.sleep(_LOOK_AGAIN_S)

@@ -92,6 +92,7 @@ async def _says(port: int, question: bytes, mark: bytes) -> bool:
                     heard += more
             finally:
                 writer.close()
+                await writer.wait_closed()
     except (OSError, TimeoutError):
         return False
     return mark in heard

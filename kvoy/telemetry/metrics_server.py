@@ -4,6 +4,7 @@ Runs in the pod's event loop, so that a scrape reads counts between two events a
 """
 
 import asyncio
+import contextlib
 
 from kvoy.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -11,29 +12,39 @@ _REQUEST_TIMEOUT_S = 5.0
 
 
 class MetricsServer:
-    """A listening socket; ``close`` ends it."""
+    """A listening socket; ``close`` ends it and the answers that are under way."""
 
-    def __init__(self, server: asyncio.Server) -> None:
-        self._server = server
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._server: asyncio.Server | None = None
+        self._answering: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(cls, metrics: Metrics, listen: str) -> "MetricsServer":
         """``listen`` is host:port. OSError if it is taken."""
-
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _answer(metrics, reader, writer)
-
+        made = cls(metrics)
         host, _, port = listen.rpartition(":")
-        return cls(await asyncio.start_server(answer, host.strip("[]"), int(port)))
+        made._server = await asyncio.start_server(made._connected, host.strip("[]"), int(port))
+        return made
 
     @property
     def address(self) -> str:
+        assert self._server is not None
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
     async def close(self) -> None:
+        assert self._server is not None
         self._server.close()
+        for task in self._answering:
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
         await self._server.wait_closed()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(_answer(self._metrics, reader, writer))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
 
 async def _answer(metrics: Metrics, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,3 +62,5 @@ async def _answer(metrics: Metrics, reader: asyncio.StreamReader, writer: asynci
         pass  # whoever asked is gone or does not speak HTTP; there is nobody to tell
     finally:
         writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
