@@ -137,7 +137,7 @@ class DecodeBrain:
 
     def next_deadline(self) -> float | None:
         """When the brain wants a Tick, unless something else comes first."""
-        return min(filter(None, (self._deadlines.next, self._leases.next_end)), default=None)
+        return min((at for at in (self._deadlines.next, self._leases.next_end) if at is not None), default=None)
 
     def check(self) -> None:
         """Raises InvariantError unless blocks, slots, credits and requests add up."""

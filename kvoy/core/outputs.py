@@ -14,24 +14,21 @@ class Outputs:
         self._by_source: dict[str, dict[str, RequestOutput]] = {}
 
     def add(self, request: DecodeRequest, sampled: Sampled) -> None:
-        """One more token of the request."""
-        output = self._of(request)
-        logprobs = output.logprobs if sampled.logprob is None else (*output.logprobs, sampled.logprob)
-        self._keep(request, replace(output, token_ids=(*output.token_ids, sampled.token_id), logprobs=logprobs))
+        """The request's new token; one event brings it one at most."""
+        logprobs = () if sampled.logprob is None else (sampled.logprob,)
+        self._keep(request, RequestOutput(request.request_id, (sampled.token_id,), logprobs))
 
     def end(self, request: DecodeRequest, reason: FinishReason) -> None:
-        """The request has ended, and its report is final."""
-        self._keep(request, replace(self._of(request), finish=reason, report=request.report))
+        """The request has ended, maybe with the token just added, and its report is final."""
+        outputs = self._by_source.get(request.source, {})
+        output = outputs.get(request.request_id, RequestOutput(request.request_id, ()))
+        self._keep(request, replace(output, finish=reason, report=request.report))
 
     def take(self) -> list[tuple[str, tuple[RequestOutput, ...]]]:
         """All of it, for each router."""
         taken = [(source, tuple(outputs.values())) for source, outputs in self._by_source.items()]
         self._by_source = {}
         return taken
-
-    def _of(self, request: DecodeRequest) -> RequestOutput:
-        outputs = self._by_source.get(request.source, {})
-        return outputs.get(request.request_id, RequestOutput(request.request_id, ()))
 
     def _keep(self, request: DecodeRequest, output: RequestOutput) -> None:
         self._by_source.setdefault(request.source, {})[request.request_id] = output

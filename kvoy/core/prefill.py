@@ -101,7 +101,13 @@ class PrefillBrain:
         self._queue: dict[str, PrefillRequest] = {}
         self._admitted: dict[str, PrefillRequest] = {}
         self._deadlines: Deadlines[tuple[str, _Timer]] = Deadlines()
-        self._steps = PrefillSteps(self._pool, self._tally, params.chunk_tokens, spec.block_tokens)
+        self._steps = PrefillSteps(
+            self._pool,
+            self._shipping,
+            self._tally,
+            chunk_tokens=params.chunk_tokens,
+            block_tokens=spec.block_tokens,
+        )
         self._arrivals = count(1)
         self._is_draining = False
 
@@ -159,7 +165,7 @@ class PrefillBrain:
             requests_running=len(self._admitted),
             requests_waiting=len(self._queue),
             tokens_waiting=sum(request.prompt_tokens - request.filled_tokens for request in works),
-            leases=sum(request.is_started for request in self._admitted.values()),
+            leases=sum(request.is_opened for request in self._admitted.values()),
             prefilled_tokens=self._tally.totals["prefilled_tokens"],
             generated_tokens=self._tally.totals["generated_tokens"],
         )
@@ -260,13 +266,13 @@ class PrefillBrain:
             case HandoffLost(key=key, reason=reason):
                 self._shipping.lost(key)
                 request = self._find(key)
-                if request is not None and request.is_started:
+                if request is not None and request.is_opened:
                     self._tally.add("handoffs_lost")
                     self._fail(request, "decode_lost", reason, out, close=False)
 
     def _hear(self, key: HandoffKey, message: ReceiverMessage, out: list[PrefillAction]) -> None:
         request = self._find(key)
-        if request is None or not request.is_started:
+        if request is None or not request.is_opened:
             self._tally.add("late_answers")
             return
         self._deadlines.drop((key.request_id, _Timer.SILENCE))
@@ -324,6 +330,7 @@ class PrefillBrain:
                 return
             request = min(wanting, key=lambda request: (request.slots_used, request.arrival))
             if request.phase is Phase.RELOADING:
+                self._shipping.open(request, out)
                 self._reloading.fetch(request, out)
             else:
                 self._shipping.ship(request, out)
@@ -343,7 +350,7 @@ class PrefillBrain:
     def _watch(self, now: float) -> None:
         """Set a time for each receiver that owes an answer, and none for one that does not."""
         for request in self._admitted.values():
-            if (request.is_started and request.sender.awaits_receiver) != request.is_watched:
+            if (request.is_opened and request.sender.awaits_receiver) != request.is_watched:
                 request.is_watched = not request.is_watched
                 at = now + self._params.silence_s if request.is_watched else None
                 self._deadlines.set((request.request_id, _Timer.SILENCE), at)
@@ -353,7 +360,7 @@ class PrefillBrain:
     ) -> None:
         """``close``: the stream, if there is one, is still open."""
         self._tally.add(f"failed_{reason}")
-        if close and request.is_started:
+        if close and request.is_opened:
             out.append(CloseHandoff(request.key))
         self._let_go(request)
         out.append(WorkFailed(request.key, reason, message))

@@ -3,7 +3,7 @@
     QUEUED -admitted-> LOOKING_UP -> RELOADING <-> FETCHING -> COMPUTING -last chunk-> COMPUTED
                                                                              any -done, failed-> OVER
 
-The handoff runs beside this from the first chunk on: what is in the pool is offered to the sender at once.
+The handoff runs beside this from the first fetch or chunk on: what is in the pool is offered to the sender at once.
 """
 
 from dataclasses import dataclass, field, replace
@@ -49,8 +49,10 @@ class PrefillRequest:
     stored_blocks: int = 0
     """Leading blocks that need no PutToStore: in our pool before, or in the kvstore."""
     slots_used: int = 0
+    is_opened: bool = False
+    """Its handoff was opened."""
     is_started: bool = False
-    """Its first chunk was given to the engine, and its handoff opened."""
+    """Its first chunk was given to the engine."""
     is_watched: bool = False
     """A time is set by which the receiver must say something."""
     first: Sampled | None = None

@@ -7,20 +7,24 @@ be another's by then; that is safe because the engine obeys in order (kvoy.core.
 from collections.abc import Iterable
 from itertools import count
 
-from kvoy.core.actions import OpenHandoff, PrefillAction, RunStep, WorkStarted
+from kvoy.core.actions import PrefillAction, RunStep, WorkStarted
 from kvoy.core.block_pool import BlockPool
 from kvoy.core.chunking import Chunk, plan_chunks
 from kvoy.core.counters import Tally
 from kvoy.core.errors import InvariantError
 from kvoy.core.prefill_request import Phase, PrefillRequest
+from kvoy.core.shipping import Shipping
 from kvoy.core.step import PrefillRow, StepPlan, StepResult
 
 
 class PrefillSteps:
     """Owns the step under way; there is at most one."""
 
-    def __init__(self, pool: BlockPool, tally: Tally, chunk_tokens: int, block_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, shipping: Shipping, tally: Tally, *, chunk_tokens: int, block_tokens: int
+    ) -> None:
         self._pool = pool
+        self._shipping = shipping
         self._tally = tally
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
@@ -33,8 +37,7 @@ class PrefillSteps:
         return self._step_id is None
 
     def start(self, requests: Iterable[PrefillRequest], out: list[PrefillAction]) -> None:
-        """The next chunks of these requests, the earliest first, unless a step is under way. A handoff opens with the
-        first chunk: soon enough to overlap with it, and no decode pod reserves credit for a prompt that still waits."""
+        """The next chunks of these requests, the earliest first, unless a step is under way."""
         if self._step_id is not None:
             return
         ready = [request for request in requests if request.phase is Phase.COMPUTING]
@@ -48,8 +51,7 @@ class PrefillSteps:
         starting = [(request, chunk.start) for request, chunk in self._rows if not request.is_started]
         for request, _ in starting:
             request.is_started = True
-            self._tally.add("handoffs_opened")
-            out.append(OpenHandoff(request.work.reservation.ingest_address, request.sender.opening))
+            self._shipping.open(request, out)
         out.append(RunStep(StepPlan(self._step_id, prefill=tuple(_row(*row) for row in self._rows))))
         out.extend(WorkStarted(request.key, start) for request, start in starting)
 

@@ -1,5 +1,6 @@
 """The way of frames out of a prefill pod: engine -> slot -> transport, and from the same slot to the kvstore.
 
+    OpenHandoff, then for each frame
     ExportBlocks -Exported-> SendFrame (and PutToStore) -FrameSent, Ack, StorePut-> slot free
 
 Owns which slot each frame in flight uses. Which request may take a slot next is PrefillBrain's choice; what goes
@@ -9,7 +10,7 @@ into the next frame is the Sender's. A slot outlives its request for as long as 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvoy.core.actions import ExportBlocks, PrefillAction, PutToStore, SendFrame
+from kvoy.core.actions import ExportBlocks, OpenHandoff, PrefillAction, PutToStore, SendFrame
 from kvoy.core.counters import Tally
 from kvoy.core.frames import FrameHeader, HandoffKey
 from kvoy.core.prefill_request import PrefillRequest
@@ -40,6 +41,14 @@ class Shipping:
         self._exports: Transfers[_Flight] = Transfers(ids)
         self._puts: Transfers[_Flight] = Transfers(ids)
         self._flights: dict[HandoffKey, dict[int, _Flight]] = {}
+
+    def open(self, request: PrefillRequest, out: list[PrefillAction]) -> None:
+        """Open the request's handoff, if it is not open: when its work begins, not while it waits, so that the set-up
+        overlaps with work and no decode pod promises slots to a prompt in a queue."""
+        if not request.is_opened:
+            request.is_opened = True
+            self._tally.add("handoffs_opened")
+            out.append(OpenHandoff(request.work.reservation.ingest_address, request.sender.opening))
 
     def ship(self, request: PrefillRequest, out: list[PrefillAction]) -> None:
         """Cut the request's next frame and export it into a free slot."""

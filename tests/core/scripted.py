@@ -69,16 +69,24 @@ class PrefillPod(Pod):
     def __init__(self, *, blocks=16, slots=4, slot_blocks=2, spec=SPEC, use_store=False, slot_bytes=None, **params):
         params = PrefillParams(**{"chunk_tokens": 8, **params})
         slot_bytes = slot_bytes or slot_blocks * spec.block_bytes
+        self.welcomes = {}
         super().__init__(PrefillBrain(params, spec, blocks, slots, slot_bytes, CONTEXT_TOKENS, use_store, FINGERPRINT))
 
     def submit(self, request_id="r", prompt=10, *, epoch=1, held_blocks=0, welcome=None, **more):
-        """Submit a work; ``welcome`` credits arrive at once."""
+        """Submit a work; ``welcome`` credits come as soon as its handoff is opened."""
         work = PrefillWork(request(request_id, prompt, **more), reservation(request_id, epoch, held_blocks))
-        out = self.tell(WorkSubmitted(work))
         if welcome is not None:
-            self.say(Welcome(welcome, 0), request_id, epoch)
-            self.out = [*out, *self.out]
-        return self.out
+            self.welcomes[HandoffKey(request_id, epoch)] = welcome
+        return self.tell(WorkSubmitted(work))
+
+    def tell(self, *events):
+        out = super().tell(*events)
+        for action in out[:]:
+            if isinstance(action, OpenHandoff) and action.opening.key in self.welcomes:
+                welcome = Welcome(self.welcomes.pop(action.opening.key), 0)
+                out = [*out, *super().tell(ReceiverSaid(action.opening.key, welcome))]
+        self.out = out
+        return out
 
     def say(self, message, request_id="r", epoch=1):
         """The decode pod says something."""

@@ -1,6 +1,7 @@
 """What a decode pod promises: see kvoy.core.decode."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -16,12 +17,15 @@ from kvoy.core.actions import (
     SayReserved,
     SayToSender,
 )
+from kvoy.core.block_pool import BlockPool
+from kvoy.core.counters import DecodeCounters, Tally
 from kvoy.core.errors import InvariantError
 from kvoy.core.events import (
     DrainAsked,
     Exported,
     HandoffLost,
     Imported,
+    LeasesKept,
     RenewAsked,
     RequestCancelled,
     ReserveAsked,
@@ -30,6 +34,8 @@ from kvoy.core.events import (
     Tick,
 )
 from kvoy.core.frames import Ack, Committed, HandoffKey, Nack, Refused, Welcome
+from kvoy.core.staging import Slots
+from kvoy.core.store_puts import StorePuts
 from kvoy.core.types import KvDtype, RejectReason
 from tests.core.scripted import DecodePod
 from tests.core.toy import SPEC, request
@@ -113,6 +119,18 @@ def test_a_lease_without_a_handoff_ends():
     assert pod.one(SayRejected).reason is RejectReason.LEASE_EXPIRED
     assert pod.brain.is_idle
     assert pod.brain.next_deadline() is None
+
+
+def test_a_router_keeps_the_leases_it_wants_until_a_handoff_opens():
+    pod = DecodePod(lease_s=30.0, silence_s=300.0)
+    pod.reserve("a", 8)
+    pod.reserve("b", 8, first=50)
+    pod.open("b", stream=2)
+    pod.now = 1020.0
+    assert pod.tell(LeasesKept(("a", "b", "gone"))) == []
+    assert pod.brain.next_deadline() == 1050.0
+    pod.open("a", stream=1)
+    assert pod.brain.next_deadline() == 1300.0, "an open handoff has to keep itself"
 
 
 def test_an_open_handoff_keeps_the_lease_while_prefill_is_at_work_but_not_for_ever():
@@ -455,6 +473,15 @@ def test_what_has_ended_is_cache_for_the_next_turn():
     assert pod.brain.counters.cache_hit_tokens == 8
 
 
+def test_the_block_of_the_last_prompt_token_is_never_taken_from_the_cache():
+    pod = DecodePod()
+    for name in ("a", "b"):
+        pod.reserve(name, 8, local=True, max_tokens=2)
+        assert pod.one(SayReserved).reservation.held_blocks == (name == "b")
+        pod.end_step()
+        pod.end_step()
+
+
 # prefill here
 
 
@@ -511,6 +538,17 @@ def test_the_last_to_come_gives_way_and_goes_on_where_it_was(blocks, again):
     assert told == {"old": [*range(100, 112)], "new": [*range(200, 212)]}
     assert pod.brain.counters.preemptions == 1
     assert prefilled == [again], "prompt and output, but for what is still cached"
+
+
+def test_one_that_gave_way_is_before_those_who_came_later():
+    pod = DecodePod(blocks=5)
+    for stream, name in enumerate(("old", "new"), 1):
+        pod.reserve(name, 7, first=50 * stream, max_tokens=30)
+        pod.hand_over(name, stream=stream)
+    pod.reserve("late", 3, first=300)
+    while not pod.brain.counters.preemptions:
+        pod.end_step()
+    assert [request.request_id for request in pod.brain._queue._waiting] == ["new", "late"]
 
 
 def test_one_that_is_alone_and_cannot_grow_is_at_its_end():
@@ -629,6 +667,23 @@ def test_puts_leave_slots_to_handoffs_and_what_is_gone_is_skipped():
     pod.tell(StorePut(pod.one(PutToStore).transfer_id))
     assert not pod.all(ExportBlocks), "its block was needed meanwhile"
     assert pod.brain.counters.store_skipped_blocks == 1
+
+
+def test_a_chain_that_lost_its_leaf_is_not_put_in_part():
+    pod = BlockPool(3)
+    handle, _ = pod.allocate(2)
+    pod.register(handle, 0, b"a", b"")
+    pod.register(handle, 1, b"b", b"a")
+    pod.free(handle)
+    pod.allocate(2)
+    tally = Tally(DecodeCounters)
+    puts = StorePuts(SPEC, pod, Slots(4), count(1), tally, blocks_per_slot=2, max_backlog_blocks=9)
+    puts.offer([b"a", b"b"], 0)
+    out = []
+    puts.use(4, out)
+    assert out == []
+    assert puts.is_idle
+    assert tally.totals["store_skipped_blocks"] == 2
 
 
 def test_the_backlog_is_bounded_and_forgets_the_oldest():

@@ -1,6 +1,7 @@
 """What a prefill pod promises: see kvoy.core.prefill."""
 
 from dataclasses import replace
+from unittest.mock import ANY
 
 import pytest
 
@@ -81,9 +82,44 @@ def test_blocks_for_the_whole_prompt_or_a_place_in_the_queue():
     assert pod.submit("b", 10, first=50) == []
     assert pod.submit("c", 3, first=70) == [], "nobody is passed over"
     assert pod.held == (3, 0, 1, 2, 1)
-    out = pod.tell(WorkCancelled(HandoffKey("a", 1)))
-    assert [action.opening.key.request_id for action in pod.all(OpenHandoff)] == ["b", "c"]
-    assert any(isinstance(action, WorkFailed) for action in out)
+    pod.tell(WorkCancelled(HandoffKey("a", 1)))
+    assert pod.one(WorkFailed).reason == "cancelled"
+    assert pod.held == (4, 0, 2, 0, 0)
+
+
+def test_a_handoff_opens_with_the_first_chunk_and_not_before():
+    """A decode pod that promised room to a prompt which still waits could not give it to one that has frames."""
+    pod = PrefillPod()
+    pod.submit("a", 10)
+    assert pod.submit("b", 4, first=50) == []
+    assert pod.held == (4, 0, 2, 0, 1)
+    pod.end_step()
+    assert pod.opening.key == HandoffKey("b", 1)
+    assert pod.brain.counters.handoffs_opened == 2
+
+
+def test_a_reload_opens_the_handoff_too():
+    pod = PrefillPod(use_store=True)
+    pod.submit("a", 20)
+    pod.submit("b", 20, first=50)
+    pod.submit("c", 20, first=90)
+    assert not pod.all(OpenHandoff)
+    pod.tell(StoreLookedUp("b", 1))
+    assert [type(action) for action in pod.out] == [OpenHandoff, FetchFromStore]
+    pod.tell(StoreLookedUp("a", 0))
+    assert [type(action) for action in pod.out] == [OpenHandoff, RunStep, WorkStarted]
+    assert pod.tell(StoreLookedUp("c", 0)) == []
+    assert pod.brain.load.leases == 2
+
+
+def test_what_never_opened_a_handoff_closes_none():
+    pod = PrefillPod(silence_s=5.0)
+    pod.submit("a", 10)
+    pod.submit("b", 4, first=50)
+    pod.now += 6.0
+    pod.tell(Tick())
+    assert pod.one(WorkFailed).key.request_id == "a", "nobody owes b an answer yet"
+    assert pod.tell(WorkCancelled(HandoffKey("b", 1))) == [WorkFailed(HandoffKey("b", 1), "cancelled", ANY)]
 
 
 @pytest.mark.parametrize(
@@ -133,10 +169,12 @@ def test_a_later_epoch_takes_the_place_of_an_earlier_one():
     pod.submit(epoch=1)
     assert pod.one(WorkFailed).reason == "invalid"
     pod.submit(epoch=3)
-    assert [type(action) for action in pod.out] == [CloseHandoff, WorkFailed, OpenHandoff]
-    assert (pod.one(WorkFailed).key.epoch, pod.opening.key.epoch) == (1, 3)
+    assert [type(action) for action in pod.out] == [CloseHandoff, WorkFailed]
+    assert pod.one(WorkFailed).key.epoch == 1
     pod.submit(epoch=2)
     assert pod.one(WorkFailed).key.epoch == 2
+    pod.end_step()
+    assert pod.opening.key.epoch == 3
 
 
 # steps
@@ -169,10 +207,15 @@ def test_a_cancelled_work_leaves_its_row_to_run_out():
     pod.tell(WorkCancelled(KEY))
     assert pod.held == (0, 0, 0, 0, 0)
     assert not pod.brain.is_idle
-    assert pod.submit("b", 4)[-1:] != [], "its blocks may be another's at once"
+    pod.submit("b", 4)
+    assert pod.held == (1, 0, 1, 0, 0), "its blocks may be another's at once"
     pod.end_step()
     assert [row.request_id for row in pod.step.prefill] == ["b"]
     assert pod.brain.counters.prefilled_tokens == 8
+    pod.tell(WorkCancelled(HandoffKey("b", 1)))
+    pod.end_step()
+    assert pod.brain.counters.generated_tokens == 0
+    assert pod.brain.is_idle
 
 
 def test_an_answer_to_no_step_is_a_bug():
@@ -363,6 +406,7 @@ def test_what_the_kvstore_has_is_reloaded_and_the_rest_computed():
     assert pod.one(WorkStarted).cached_tokens == 12
     (row,) = pod.step.prefill
     assert row.start == 12
+    assert pod.one(ExportBlocks).blocks == (2,), "it ships while the rest is computed"
     assert pod.brain.counters.reloaded_tokens == 12
 
 
@@ -377,6 +421,17 @@ def test_a_kvstore_that_gives_less_than_it_said_ends_the_reload(blocks, start):
     assert not pod.all(FetchFromStore)
     assert pod.step.prefill[0].start == start
     assert pod.brain.load.slots_used == 0
+
+
+def test_what_is_fetched_for_nobody_goes_nowhere():
+    pod = PrefillPod(use_store=True)
+    pod.submit(prompt=20)
+    pod.tell(StoreLookedUp("r", 4))
+    fetch = pod.one(FetchFromStore)
+    pod.tell(WorkCancelled(KEY))
+    assert pod.held == (0, 1, 0, 0, 0)
+    assert pod.tell(StoreFetched(fetch.transfer_id, 2)) == []
+    assert pod.brain.is_idle
 
 
 def test_a_kvstore_that_has_nothing_or_is_away_delays_nothing_else():
@@ -544,6 +599,8 @@ def test_an_attempt_under_a_used_key_waits_for_the_frames_of_the_first_to_be_ove
     pod.end_step()
     pod.export()
     pod.tell(WorkCancelled(KEY))
-    assert pod.submit(prompt=20) == []
+    pod.submit(prompt=20)
+    assert pod.held == (0, 1, 0, 1, 0)
     pod.tell(FrameSent(KEY, 0))
+    pod.end_step()
     assert pod.opening.key == KEY

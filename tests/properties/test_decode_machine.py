@@ -174,6 +174,10 @@ class Decode(RuleBasedStateMachine):
         self.tell(ev.RenewAsked(name))
 
     @rule(name=st.sampled_from(NAMES))
+    def keep(self, name):
+        self.tell(ev.LeasesKept((name, "unknown")))
+
+    @rule(name=st.sampled_from(NAMES))
     def cancel(self, name):
         self.tell(ev.RequestCancelled(name))
 

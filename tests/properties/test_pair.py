@@ -84,6 +84,10 @@ class Pair(RuleBasedStateMachine):
         if names:
             self.world.renew(names[pick % len(names)])
 
+    @rule()
+    def keep_leases(self):
+        self.world.to_d(ev.LeasesKept(tuple(self.world.clients)))
+
     @rule(pick=st.integers(0, 100))
     def cut(self, pick):
         numbers = [number for number, stream in self.world.streams.items() if stream.is_open]
