@@ -42,7 +42,8 @@ def run_cluster(plan: ClusterPlan, data_dir: Path | None, body: Body) -> int:
 async def _run(plan: ClusterPlan, temporary: bool, body: Body) -> int:
     stop = StopSignal()
     stop_on_signals(stop)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, stop.ask)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, stop.ask)
     cluster = Cluster(plan, say, os.environ)
     try:
         endpoints = await _unless_stopped(_start(cluster, plan, stop), stop)

@@ -53,15 +53,14 @@ def check_nothing_left(pids: list[int], listening: set[int], shared_before: set[
     assert list((world / "run").rglob("*.json")) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_it_cleanly(world, number):
+def test_a_signal_ends_it_cleanly(world):
     shared_before = shared_memory()
     with cluster(SMALL) as up:
         pids = family(up.launched.pid)
         listening = ports(pids)
         assert len(pids) == 9  # kvoy up, redis, nats, kvstore, router, two services and their two engines
         assert len(listening) >= 7
-        assert up.stop(number) == 0
+        assert up.stop(signal.SIGTERM) == 0
         assert up.launched.rest() == ""
         check_nothing_left(pids, listening, shared_before, world)
     assert list((world / "tmp").glob("kvoy-*")) == []
@@ -82,7 +81,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(world):
     assert list((world / "tmp").glob("kvoy-*")) == []
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.4, 0.8, 1.6])
+@pytest.mark.parametrize("after_s", [0.0, 0.4, 1.0, 2.0])
 def test_a_signal_during_the_start_ends_it_cleanly(world, after_s):
     with launch(*SMALL) as launched_one:
         time.sleep(after_s)  # wherever this finds it
@@ -110,13 +109,13 @@ def test_a_second_signal_does_not_wait(world):
             wait_until_gone(pid)
 
 
-def test_a_pod_or_server_that_dies_is_started_again_and_serves(world):
+def test_pods_and_servers_that_die_are_started_again_and_serve(world):
     with cluster(SMALL) as up:
-        mortals = [pod["pid"] for pod in up.pods() if pod["role"] in {"prefill", "decode", "kvstore"}]
-        mortals += [child.pid for child in psutil.Process(up.launched.pid).children() if child.name() == "redis-server"]
+        mortals = [child.pid for child in psutil.Process(up.launched.pid).children()]
+        assert len(mortals) == 6  # redis, nats, kvstore, decode, prefill, router
         for pid in mortals:
             os.kill(pid, signal.SIGKILL)
-            wait_for_words(up, "is back", mortals.index(pid) + 1)
+        wait_for_words(up, "is back", len(mortals))
         deadline = time.monotonic() + 30
         while (ran := kvoy("generate", "What is the capital of France?", "--grpc", up.grpc, check=False)).returncode:
             assert time.monotonic() < deadline, ran.stderr
@@ -190,6 +189,7 @@ def test_a_taken_port_is_said(world):
         (("--data-dir", "/proc/none"), "The data folder /proc/none cannot be used"),
         (("--http", "nonsense"), "--http is 'nonsense', but it must be HOST:PORT"),
     ],
+    ids=["model", "option", "value", "redis", "nats", "folder", "address"],
 )
 def test_a_start_that_fails_says_why_in_a_sentence(world, words, sentence):
     assert sentence in refusal(*words)
