@@ -34,9 +34,9 @@ _EXPONENT = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
-def option(default: T, help: str) -> T:  # noqa: A002  - it is what the reader of a config looks for
-    """A config field with its default and the sentence that ``--help`` shows."""
-    return field(default=default, metadata={"help": help})
+def option(default: T, help: str, *, at_least: float | None = None) -> T:  # noqa: A002  - the usual word for it
+    """A config field with its default, the sentence that ``--help`` shows, and the smallest number it may be given."""
+    return field(default=default, metadata={"help": help, "at_least": at_least})
 
 
 def load(cls: type[T], argv: Sequence[str], environ: Mapping[str, str], prog: str) -> T:
@@ -92,6 +92,7 @@ class _Option:
     help: str
     default: Any
     required: bool
+    at_least: float | None = None
 
     @property
     def flag(self) -> str:
@@ -118,9 +119,12 @@ class _Option:
     def read(self, text: str, source: str) -> Any:
         """The value that ``text`` stands for; ``source`` is the flag or variable to name in a complaint."""
         try:
-            return self._reader()(text.strip())
+            value = self._reader()(text.strip())
         except (ValueError, KeyError, OverflowError):
             raise ConfigError(f"{source} is {text!r}, but it must be {self.wants}.") from None
+        if self.at_least is not None and value < self.at_least:
+            raise ConfigError(f"{source} is {text!r}, but it must be at least {self.at_least:g}.")
+        return value
 
     def _reader(self) -> Callable[[str], Any]:
         if isinstance(self.kind, type) and issubclass(self.kind, Enum):
@@ -175,7 +179,8 @@ def _option_of(item: Field[Any], kind: Any) -> _Option:
     if item.default_factory is not MISSING:
         raise TypeError(f"config field {item.name} needs a plain default")
     required = item.default is MISSING
-    return _Option(item.name, kind, item.metadata.get("help", ""), None if required else item.default, required)
+    default = None if required else item.default
+    return _Option(item.name, kind, item.metadata.get("help", ""), default, required, item.metadata.get("at_least"))
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvoy.core.counters import DecodeCounters, PrefillCounters
 from kvoy.core.errors import InvalidRequest
@@ -30,14 +30,16 @@ class EnginePodConfig(PodConfig):
     """What every pod with an engine can be told."""
 
     model: str = option("smollm2-135m", "Preset, GGUF file, Hugging Face folder or hub id.")
-    dtype: str = option("bf16", "bf16 or fp32: weights, activations and KV.")
-    threads: int = option(0, "CPU threads of the engine; 0 is one for each core.")
-    pool_bytes: int = option(1 << 30, "Size of the KV pool.")
-    block_tokens: int = option(16, "Tokens of one KV block.")
-    slots: int = option(16, "Places in the staging slab.")
-    slot_bytes: int = option(0, "Bytes of one place; 0 is the smallest multiple of a block of at least 2 MiB.")
-    context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.")
-    chunk_tokens: int = option(512, "Prompt tokens that one engine step may prefill.")
+    dtype: Literal["bf16", "fp32"] = option("bf16", "Number format of weights, activations and KV.")
+    threads: int = option(0, "CPU threads of the engine; 0 is one for each core.", at_least=0)
+    pool_bytes: int = option(1 << 30, "Size of the KV pool.", at_least=1)
+    block_tokens: int = option(16, "Tokens of one KV block.", at_least=1)
+    slots: int = option(16, "Places in the staging slab.", at_least=1)
+    slot_bytes: int = option(
+        0, "Bytes of one place; 0 is the smallest multiple of a block of at least 2 MiB.", at_least=0
+    )
+    context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.", at_least=0)
+    chunk_tokens: int = option(512, "Prompt tokens that one engine step may prefill.", at_least=1)
 
     @property
     def engine(self) -> EngineSettings:

@@ -10,6 +10,6 @@ from kvoy.runtime.engine_pod import EnginePodConfig
 class DecodeConfig(EnginePodConfig):
     """A decode pod: takes the KV of prompts from prefill pods and generates tokens."""
 
-    lease_s: float = option(30.0, "A reserved request whose KV does not come for so long is given up.")
-    max_batch: int = option(64, "Requests that one engine step may carry.")
+    lease_s: float = option(30.0, "A reserved request whose KV does not come for so long is given up.", at_least=0.1)
+    max_batch: int = option(64, "Requests that one engine step may carry.", at_least=1)
     ingest_advertise: str = option("", "host:port under which prefill pods reach this one; empty is like --advertise.")

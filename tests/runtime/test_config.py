@@ -22,7 +22,7 @@ class Sample:
 
     listen: str = option("127.0.0.1:0", "Where to listen.")
     chunk_tokens: int = option(512, "Tokens in a prefill step.")
-    lease_s: float = option(30.0, "Seconds.")
+    lease_s: float = option(30.0, "Seconds.", at_least=0.5)
     single: bool = option(False, "One pod for everything.")
     level: Level = option(Level.LOW, "How much.")
     dtype: Literal["fp32", "bf16"] = option("bf16", "Number format.")
@@ -130,6 +130,12 @@ def test_a_value_of_the_wrong_kind_says_what_is_wanted(flag, wanted):
     assert name in message
     assert repr(text) in message
     assert wanted in message
+
+
+def test_a_number_may_have_a_least_value():
+    assert parse(Sample, ["--lease-s=0.5"], {}).lease_s == 0.5
+    assert sentence(["--lease-s=0.4"]) == "--lease-s is '0.4', but it must be at least 0.5."
+    assert sentence(environ={"KVOY_LEASE_S": "-1"}) == "KVOY_LEASE_S is '-1', but it must be at least 0.5."
 
 
 def test_a_flag_without_its_value_is_an_error():
