@@ -8,6 +8,7 @@ both brains prove their invariants.
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvoy.core import actions as do
 from kvoy.core import events as ev
@@ -70,14 +71,17 @@ class World:
         self.max_renewals = max_renewals
         self.p_engine = ToyEngine(spec, prefill_blocks, [[] for _ in range(slots)])
         self.d_engine = ToyEngine(spec, decode_blocks, [[] for _ in range(slots)])
-        self.p = PrefillBrain(
+        self.fresh_p = partial(
+            PrefillBrain,
             prefill or PrefillParams(chunk_tokens=8),
             spec, prefill_blocks, slots, slot_bytes, context_tokens, use_store, FINGERPRINT,
         )  # fmt: skip
-        self.d = DecodeBrain(
+        self.fresh_d = partial(
+            DecodeBrain,
             decode or DecodeParams(chunk_tokens=8, max_batch=4),
             spec, decode_blocks, slots, slot_bytes, context_tokens, use_store, FINGERPRINT, "decode:1",
         )  # fmt: skip
+        self.p, self.d = self.fresh_p(), self.fresh_d()
         self.lanes = {}
         self.streams = {}
         self.p_streams = {}
@@ -87,6 +91,9 @@ class World:
         self.announced = {"p": set(), "d": set()}
         self.damage = lambda _: None
         self.log = []
+        """(pod, event or action), as they came."""
+        self.handled = {"p": [], "d": []}
+        """(event, now, actions) of each brain."""
 
     # what a test does
 
@@ -172,6 +179,12 @@ class World:
         ended = [getattr(d, name) for name in d.__slots__ if name.startswith(("finished_", "rejected_"))]
         assert d.asked == sum(ended)
 
+    def assert_replays(self):
+        """Fresh brains that are told the same do the same: nothing but events and their times decides."""
+        for pod, brain in (("p", self.fresh_p()), ("d", self.fresh_d())):
+            for event, now, actions in self.handled[pod]:
+                assert brain.handle(event, now) == actions
+
     def _assert_ended(self, client):
         assert len(client.ends) == 1, f"{client.request.request_id} ended with {client.ends}"
         expected = continuation(client.request.token_ids, client.request.sampling, self.context_tokens)
@@ -187,7 +200,9 @@ class World:
     def to_p(self, event):
         self.p_engine.now = self.now
         self.log.append(("p", event))
-        for action in self.p.handle(event, self.now):
+        actions = self.p.handle(event, self.now)
+        self.handled["p"].append((event, self.now, actions))
+        for action in actions:
             self.log.append(("p", action))
             self._perform_p(action)
         self.p.check()
@@ -195,7 +210,9 @@ class World:
     def to_d(self, event):
         self.d_engine.now = self.now
         self.log.append(("d", event))
-        for action in self.d.handle(event, self.now):
+        actions = self.d.handle(event, self.now)
+        self.handled["d"].append((event, self.now, actions))
+        for action in actions:
             self.log.append(("d", action))
             self._perform_d(action)
         self.d.check()

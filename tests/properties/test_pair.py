@@ -127,6 +127,7 @@ class Pair(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.settle()
             self.world.assert_clean()
+            self.world.assert_replays()
 
 
 TestPair = Pair.TestCase
