@@ -9,7 +9,7 @@ A prompt is raw text, token ids, or a conversation. Errors are those of kvoy.cor
 kvoy.transport's.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
@@ -90,8 +90,8 @@ class Client:
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self._inner = BlockingInferenceClient(address)
 
-    def stream(self, prompt: PromptLike, **options: Unpack[Options]) -> Iterator[GenerateChunk]:
-        """The answer, piece by piece. Closing the iterator cancels the request."""
+    def stream(self, prompt: PromptLike, **options: Unpack[Options]) -> Generator[GenerateChunk, None, None]:
+        """The answer, piece by piece. Closing the generator cancels the request."""
         return self._inner.generate(GenerateCall(_prompt(prompt), **options))
 
     def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> Answer:
@@ -125,8 +125,8 @@ class AsyncClient:
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self._inner = InferenceClient(address)
 
-    def stream(self, prompt: PromptLike, **options: Unpack[Options]) -> AsyncIterator[GenerateChunk]:
-        """The answer, piece by piece. An async generator: closing it cancels the request."""
+    def stream(self, prompt: PromptLike, **options: Unpack[Options]) -> AsyncGenerator[GenerateChunk, None]:
+        """The answer, piece by piece. Closing the generator cancels the request."""
         return self._inner.generate(GenerateCall(_prompt(prompt), **options))
 
     async def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> Answer:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from typing import Annotated
@@ -52,8 +52,7 @@ def generate(
         if as_json:
             show(to_json(answer_of(list(chunks))) + "\n")
         else:
-            _show_answer(chunks)
-            show("\n")
+            _show_answer(chunks, [])
     return 0
 
 
@@ -105,24 +104,29 @@ def _lines() -> Iterator[str]:
 
 
 def _take_turn(client: Client, asked: PromptLike, options: Options) -> str | None:
-    """Shows the answer; None if the model could not be asked, and the conversation stays as it was."""
+    """Shows the answer, or as much of it as the person wants; None if there is none, and the conversation stays as it
+    was."""
+    said: list[str] = []
     try:
-        said = _show_answer(client.stream(asked, **options))
+        _show_answer(client.stream(asked, **options), said)
+    except KeyboardInterrupt:
+        pass
     except InvalidRequest as error:
         complain(f"{error} (/reset begins anew.)")
         return None
     except KvoyError as error:
         complain(str(error))
         return None
-    show("\n")
-    return said
+    return "".join(said)
 
 
-def _show_answer(chunks: Iterator[GenerateChunk]) -> str:
-    """Shows pieces as they come; Ctrl-C ends the answer, not the program, once something was shown."""
-    said = ""
-    with closing(chunks) as pieces:  # type: ignore[type-var]
-        for chunk in pieces:
-            show(chunk.text)
-            said += chunk.text
-    return said
+def _show_answer(chunks: Generator[GenerateChunk, None, None], said: list[str]) -> None:
+    """Shows the pieces as they come and notes them in ``said``; what follows on the screen begins a line of its own."""
+    try:
+        with closing(chunks):
+            for chunk in chunks:
+                said.append(chunk.text)
+                show(chunk.text)
+    finally:
+        if any(said):
+            show("\n")
