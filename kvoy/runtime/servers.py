@@ -29,6 +29,11 @@ class LocalServer:
     program: str
     package: str
 
+    @property
+    def distribution(self) -> str:
+        """What pip calls the package."""
+        return self.package.replace("_", "-")
+
     def url(self, port: int) -> str:
         return f"redis://{_LOOPBACK}:{port}/0" if self.name == "redis" else f"nats://{_LOOPBACK}:{port}"
 
@@ -46,7 +51,7 @@ class LocalServer:
         program = self.find()
         if program is None:
             raise ConfigError(
-                f"{self.program} is not installed: install {self.package} with pip, put {self.program} on PATH, "
+                f"{self.program} is not installed: install {self.distribution} with pip, put {self.program} on PATH, "
                 f"or give the address of a running server with --{self.name}-url."
             )
         return python("-m", "kvoy.runtime.tether", str(os.getpid()), program, *self._options(port, folder))
