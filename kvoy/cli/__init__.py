@@ -52,6 +52,9 @@ def main() -> None:
         # Whoever read our output has seen enough; Python must not complain about it once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except OSError as error:
+        complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        status = 1
     sys.exit(status or 0)
 
 

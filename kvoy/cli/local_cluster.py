@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvoy.cli.words import AlreadySaid, say
-from kvoy.core.errors import ConfigError
 from kvoy.runtime import cluster_files
 from kvoy.runtime.cluster import Cluster, ClusterPlan, Endpoints
 from kvoy.runtime.config import SHARED_VARIABLES
@@ -128,14 +127,10 @@ def _recorded(plan: ClusterPlan, endpoints: Endpoints, *, temporary: bool) -> It
 @contextlib.contextmanager
 def _data_folder(given: Path | None) -> Iterator[Path]:
     """The folder that was asked for, which must not be another cluster's; or a new one that goes with the cluster."""
-    if given is None:
-        folder = Path(tempfile.mkdtemp(prefix="kvoy-"))
-        try:
+    folder = given.absolute() if given else Path(tempfile.mkdtemp(prefix="kvoy-"))
+    try:
+        with cluster_files.claimed(folder):
             yield folder
-        finally:
+    finally:
+        if given is None:
             shutil.rmtree(folder, ignore_errors=True)
-        return
-    there = cluster_files.read(given / cluster_files.IN_DATA_DIR)
-    if there and there.is_alive:
-        raise ConfigError(f"The data folder {given} is in use by the cluster of process {there.pid}; choose another.")
-    yield given.absolute()

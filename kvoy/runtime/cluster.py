@@ -106,11 +106,8 @@ class Cluster:
             check_free(address, f"--{flag}")
 
     def _make_folders(self) -> None:
-        try:
-            for name in ("logs", *(name for name, url in self._urls.items() if not url)):
-                (self._plan.data_dir / name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"The data folder {self._plan.data_dir} cannot be used: {error.strerror}.") from None
+        for name in ("logs", *(name for name, url in self._urls.items() if not url)):
+            (self._plan.data_dir / name).mkdir(parents=True, exist_ok=True)
 
     async def _have_server(self, server: LocalServer) -> None:
         url = self._urls[server.name]

@@ -1,19 +1,23 @@
 """Where local clusters leave word of themselves, so that other commands find them without being told an address.
 
-One small JSON file a cluster, in the user's state folder and in the cluster's data folder. A file whose process is
-gone is swept away by whoever reads it, together with the data folder if that was a temporary one.
+A cluster holds a lock in its data folder for as long as it lives; the system lets go of it however the process ends.
+One small JSON file a cluster lies in the user's state folder and in the data folder. The word of a cluster that is gone
+is swept away by whoever reads it, together with the data folder if that was a temporary one.
 """
 
+import contextlib
+import fcntl
 import json
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvoy.core.errors import ConfigError
 from kvoy.engine.cache import default_cache_dir
 
-IN_DATA_DIR = "cluster.json"
+RECORD = "cluster.json"
+LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,31 @@ class ClusterRecord:
     @property
     def is_alive(self) -> bool:
         try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
+            with (Path(self.data_dir) / LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
-        return True
+        except OSError:
+            return False
+        return False
+
+
+@contextlib.contextmanager
+def claimed(data_dir: Path) -> Iterator[None]:
+    """Makes the folder this cluster's own. ConfigError if it is another's, or cannot be used."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        lock = (data_dir / LOCK).open("ab")
+    except OSError as error:
+        raise ConfigError(f"The data folder {data_dir} cannot be used: {error.strerror}.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            there = read(data_dir / RECORD)
+            whose = f"the cluster of process {there.pid}" if there else "another cluster that is starting"
+            raise ConfigError(f"The data folder {data_dir} is in use by {whose}; choose another.") from None
+        yield
 
 
 def state_dir(environ: Mapping[str, str]) -> Path:
@@ -56,10 +79,12 @@ def write(record: ClusterRecord, folder: Path) -> None:
 
 
 def remove(record: ClusterRecord, folder: Path) -> None:
-    """Takes the word back; the data folder goes too if it was a temporary one."""
-    for path in _paths(record, folder):
-        path.unlink(missing_ok=True)
-    if record.temporary:
+    """Takes the word back; the data folder goes too if it was a temporary one, and says that it was this cluster's."""
+    there, inside = _paths(record, folder)
+    is_its_own = read(inside) == record
+    there.unlink(missing_ok=True)
+    inside.unlink(missing_ok=True)
+    if record.temporary and is_its_own:
         shutil.rmtree(record.data_dir, ignore_errors=True)
 
 
@@ -81,4 +106,4 @@ def read(path: Path) -> ClusterRecord | None:
 
 
 def _paths(record: ClusterRecord, folder: Path) -> tuple[Path, Path]:
-    return folder / f"cluster-{record.pid}.json", Path(record.data_dir) / IN_DATA_DIR
+    return folder / f"cluster-{record.pid}.json", Path(record.data_dir) / RECORD

@@ -1,9 +1,9 @@
 """The plan of a local cluster: who gets which core, which address, and who finds it."""
 
 import asyncio
-import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -56,36 +56,59 @@ async def test_a_url_is_reachable_or_the_reason_is_said():
 
 
 @pytest.fixture
-def record(tmp_path) -> ClusterRecord:
-    (tmp_path / "data").mkdir()
-    return ClusterRecord(os.getpid(), "h:1", "g:2", "m", str(tmp_path / "data"), temporary=False, started_at=1.0)
+def folder(tmp_path) -> Path:
+    return tmp_path / "run"
 
 
-def test_a_record_is_found_and_taken_back(tmp_path, record):
-    folder = tmp_path / "run"
-    cluster_files.write(record, folder)
-    assert cluster_files.running(folder) == [record]
-    assert cluster_files.read(tmp_path / "data" / "cluster.json") == record
-    cluster_files.remove(record, folder)
+def record_of(data_dir: Path, started_at: float = 1.0) -> ClusterRecord:
+    pid = 1000 + int(started_at)
+    return ClusterRecord(pid, "h:1", "g:2", "m", str(data_dir), temporary=True, started_at=started_at)
+
+
+def test_a_record_is_found_and_taken_back(tmp_path, folder):
+    record = replace(record_of(tmp_path / "data"), temporary=False)
+    with cluster_files.claimed(tmp_path / "data"):
+        cluster_files.write(record, folder)
+        assert cluster_files.running(folder) == [record]
+        assert cluster_files.read(tmp_path / "data" / "cluster.json") == record
+        cluster_files.remove(record, folder)
+        assert cluster_files.running(folder) == []
+    assert (tmp_path / "data").exists()
+
+
+def test_the_newest_comes_first(tmp_path, folder):
+    older, newer = record_of(tmp_path / "old", 1.0), record_of(tmp_path / "new", 2.0)
+    with cluster_files.claimed(tmp_path / "old"), cluster_files.claimed(tmp_path / "new"):
+        cluster_files.write(newer, folder)
+        cluster_files.write(older, folder)
+        assert cluster_files.running(folder) == [newer, older]
+
+
+def test_what_a_dead_cluster_left_is_swept_away(tmp_path, folder):
+    with cluster_files.claimed(tmp_path / "data"):
+        cluster_files.write(record_of(tmp_path / "data"), folder)
+    assert cluster_files.running(folder) == []
+    assert list(folder.iterdir()) == []
+    assert not (tmp_path / "data").exists()
+
+
+def test_only_a_folder_that_says_it_was_the_clusters_is_swept_away(tmp_path, folder):
+    with cluster_files.claimed(tmp_path / "data"):
+        cluster_files.write(record_of(tmp_path / "data"), folder)
+    (tmp_path / "data" / "cluster.json").unlink()
     assert cluster_files.running(folder) == []
     assert (tmp_path / "data").exists()
 
 
-def test_the_newest_comes_first(tmp_path, record):
-    folder = tmp_path / "run"
-    (tmp_path / "other").mkdir()
-    newer = replace(record, pid=os.getppid(), started_at=2.0, data_dir=str(tmp_path / "other"))
-    for one in (newer, record):
-        cluster_files.write(one, folder)
-    assert cluster_files.running(folder) == [newer, record]
-
-
-def test_what_a_dead_cluster_left_is_swept_away(tmp_path, record):
-    folder = tmp_path / "run"
-    cluster_files.write(replace(record, pid=2**22 + 1, temporary=True), folder)
-    assert cluster_files.running(folder) == []
-    assert list(folder.iterdir()) == []
-    assert not (tmp_path / "data").exists()
+def test_a_data_folder_has_one_owner(tmp_path, folder):
+    with cluster_files.claimed(tmp_path / "data"):
+        with pytest.raises(ConfigError, match="in use by another cluster that is starting"):
+            cluster_files.claimed(tmp_path / "data").__enter__()
+        cluster_files.write(record_of(tmp_path / "data"), folder)
+        with pytest.raises(ConfigError, match="in use by the cluster of process 1001"):
+            cluster_files.claimed(tmp_path / "data").__enter__()
+    with cluster_files.claimed(tmp_path / "data"):
+        pass
 
 
 def test_a_file_that_makes_no_sense_is_passed_over(tmp_path):
