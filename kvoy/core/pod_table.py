@@ -92,6 +92,9 @@ class PodTable:
         """A pod that is listed, or has been while this router's requests are at it."""
         return self._entries[pod_id].pod
 
+    def is_listed(self, pod_id: str) -> bool:
+        return pod_id in self._entries and self._entries[pod_id].listed
+
     def views(self, role: Role, now: float) -> tuple[PodView, ...]:
         """The listed pods of a role, by pod_id."""
         found = [(pod_id, entry) for pod_id, entry in sorted(self._entries.items()) if entry.listed]

@@ -36,6 +36,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return self._entries
 
+    @property
+    def pod_ids(self) -> tuple[str, ...]:
+        """Pods that something is known of."""
+        return tuple(self._pods)
+
     def apply(self, event: BlockEvent) -> None:
         """Takes an event over; one that is older than what is known changes nothing."""
         pod = self._pods.get(event.pod_id)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import uvloop
 
-from kvoy.core.errors import ConfigError, InvariantError, KvoyError, PeerError
+from kvoy.core.errors import ConfigError, DeadlinePassed, InvariantError, KvoyError, PeerError
 from kvoy.core.types import KvSpec, ModelInfo, Pod, PodLoad, PodState, Role
 from kvoy.runtime.config import option
 from kvoy.runtime.presence import Presence, next_generation
@@ -36,6 +36,8 @@ from kvoy.transport.server import GrpcServer
 
 log = logging.getLogger(__name__)
 
+_LIST_TIMEOUT_S = 1.0
+"""How long a pod may take to tell its state before it counts as unreachable."""
 _END_STREAMS_S = 2.0
 """What calls that are still running get when the pod has drained, or is broken."""
 
@@ -140,7 +142,7 @@ class PodRuntime:
 
     async def list_pods(self) -> list[Pod]:
         """Control.ListPods: what the directory lists, each asked for its state of now."""
-        control = ControlClient(self.channels)
+        control = ControlClient(self.channels, _LIST_TIMEOUT_S)
         return list(await asyncio.gather(*(self._ask(control, pod) for pod in await self._directory.list_pods())))
 
     async def run(self, start: Start, on_ready: Callable[[Pod, Mapping[str, str]], None]) -> None:
@@ -213,7 +215,7 @@ class PodRuntime:
             return self.describe()
         try:
             return await control.get_pod(pod.address)
-        except PeerError:
+        except (PeerError, DeadlinePassed):
             return replace(pod, state=PodState.UNREACHABLE)
 
 

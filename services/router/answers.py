@@ -18,16 +18,18 @@ Indexed = tuple[int, GenerateChunk]
 
 
 class Mailbox:
-    """What has come and has not been read yet, by answer."""
+    """What has come and has not been read yet, by answer. ``whole``: its reader is woken for complete answers only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         self._waiting: dict[int, list[GenerateChunk]] = {}
         self._error: KvoyError | None = None
         self._arrived = asyncio.Event()
 
     def put(self, index: int, chunk: GenerateChunk) -> None:
         self._waiting.setdefault(index, []).append(chunk)
-        self._arrived.set()
+        if chunk.finish is not None or not self._whole:
+            self._arrived.set()
 
     def fail(self, error: KvoyError) -> None:
         """The first error counts; it is told once what came before it has been read."""
@@ -36,11 +38,11 @@ class Mailbox:
 
     async def take(self) -> list[Indexed]:
         """All that waits, at least one; raises the error if there is nothing else."""
-        while not self._waiting:
-            if self._error:
-                raise self._error
+        await self._arrived.wait()
+        if self._error is None:
             self._arrived.clear()
-            await self._arrived.wait()
+        elif not self._waiting:
+            raise self._error
         waiting, self._waiting = self._waiting, {}
         return [(index, merged(chunks)) for index, chunks in sorted(waiting.items())]
 

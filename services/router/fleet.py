@@ -25,6 +25,8 @@ INDEX_ENTRIES = 1_000_000
 SUSPECT_S = 6.0
 """Longer than the directory keeps a dead pod (runtime.presence.TTL_S), so that one is not tried twice."""
 
+FORGET_S = 60.0
+"""How long the blocks of a pod that is no longer listed are remembered: an outage of the directory is shorter."""
 NO_PREFILL = "There is no prefill pod that can be used. Start one, or start the router with --single."
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
@@ -73,6 +75,7 @@ class Fleet:
         self._model = model
         self._params = params
         self._turns = {Role.DECODE: 0, Role.PREFILL: 0}
+        self._absent_since: dict[str, float] = {}
         self._watchers: dict[object, Callable[[], None]] = {}
         self._usable: tuple[tuple[str, int], ...] = ()
 
@@ -114,7 +117,14 @@ class Fleet:
 
     def listed(self, pods: list[Pod]) -> None:
         """The directory's list, whole."""
-        self.table.list_all(pods, self.clock())
+        now = self.clock()
+        self.table.list_all(pods, now)
+        for pod_id in self.index.pod_ids:
+            if self.table.is_listed(pod_id):
+                self._absent_since.pop(pod_id, None)
+            elif now - self._absent_since.setdefault(pod_id, now) > FORGET_S:
+                del self._absent_since[pod_id]
+                self.index.forget(pod_id)
         self.look()
 
     def loaded(self, event: LoadEvent) -> None:

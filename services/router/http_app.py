@@ -53,7 +53,7 @@ class HttpFace:
             Route("/health", _guarded(self.ready), methods=get),
             Route("/metrics", _guarded(self.metrics), methods=get),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _bug})
 
     # --- OpenAI
 
@@ -80,7 +80,9 @@ class HttpFace:
 
     async def _answer(self, body: Body, ask: Ask) -> Reply:
         try:
-            answers = await self._router.open(ask.calls, ask.choices)
+            answers = await self._router.open(
+                ask.calls, ask.choices, default_max_tokens=ask.default_max_tokens, whole=not ask.stream
+            )
         except InvalidRequest as error:
             raise respelled(error, spelling(body)) from None
         head = Head(answers.client_id, self._router.served.info.name, int(time.time()))
@@ -166,6 +168,12 @@ async def _no_route(request: Request, error: Exception) -> Response:
         )
     message = f"There is nothing at {where}; this API has /v1/completions, /v1/chat/completions and /v1/models."
     return error_response(HttpError(error.status_code, "invalid_request_error", "not_found", message))
+
+
+async def _bug(_: Request, error: Exception) -> Response:
+    """What nobody foresaw; it is raised again after this, and so logged whole."""
+    message = f"Internal error in the router ({type(error).__name__}); its log tells more."
+    return error_response(HttpError(500, "server_error", "internal_error", message))
 
 
 def _json(value: object, status: int = 200) -> Response:

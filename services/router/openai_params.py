@@ -33,6 +33,7 @@ class Ask:
 
     calls: tuple[GenerateCall, ...]
     choices: int
+    default_max_tokens: int | None
     chat: bool
     stream: bool
     include_usage: bool
@@ -43,9 +44,7 @@ class Ask:
 def completion(body: CompletionBody, headers: Headers) -> Ask:
     """Raises InvalidRequest, naming the field as the client spelled it."""
     _refuse_unsupported(body)
-    prompts = _prompts(body.prompt)
-    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    calls = [_call(body, headers, prompt, max_tokens, body.logprobs) for prompt in prompts]
+    calls = [_call(body, headers, prompt, body.max_tokens, body.logprobs) for prompt in _prompts(body.prompt)]
     return _ask(body, calls, chat=False, logprobs=body.logprobs)
 
 
@@ -88,6 +87,7 @@ def _ask(body: Body, calls: list[GenerateCall], *, chat: bool, logprobs: int | N
     return Ask(
         calls=tuple(calls),
         choices=choices,
+        default_max_tokens=None if chat else COMPLETION_MAX_TOKENS,
         chat=chat,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),

@@ -42,8 +42,11 @@ def check_model(name: str, served: Served) -> None:
         )
 
 
-async def resolve(call: GenerateCall, served: Served, context_tokens: int, now: float) -> Resolved:
-    """``context_tokens`` is what prompt and answer must fit into; ``now`` is when the call arrived, in Unix seconds."""
+async def resolve(
+    call: GenerateCall, served: Served, context_tokens: int, now: float, default_max_tokens: int | None = None
+) -> Resolved:
+    """``context_tokens`` is what prompt and answer must fit into; ``now`` is when the call arrived, in Unix seconds.
+    ``default_max_tokens`` is for a call that does not say; None is the rest of the context."""
     check_model(call.model, served)
     _check_limits(call)
     client_id = call.request_id or secrets.token_hex(16)
@@ -52,10 +55,12 @@ async def resolve(call: GenerateCall, served: Served, context_tokens: int, now: 
     field = "messages" if is_chat else "prompt"
     _check_vocabulary(field, prompt, served)
     _check_vocabulary("stop_token_ids", call.stop_token_ids, served)
+    room = _room(field, len(prompt), context_tokens)
+    max_tokens = _max_tokens(call, len(prompt), room) or min(room, default_max_tokens or room)
     request = Request(
         request_id=_request_id(client_id),
         token_ids=prompt,
-        sampling=_sampling(call, served, _max_tokens(call, field, len(prompt), context_tokens)),
+        sampling=_sampling(call, served, max_tokens),
         fingerprint=served.info.fingerprint,
         priority=call.priority,
         cache_salt=call.cache_salt,
@@ -97,21 +102,25 @@ def _check_vocabulary(field: str, token_ids: tuple[int, ...], served: Served) ->
         raise InvalidRequest(told, field)
 
 
-def _max_tokens(call: GenerateCall, field: str, prompt_tokens: int, context_tokens: int) -> int:
-    """What may be generated; raises if the prompt leaves no room, or not as much as was asked for."""
-    room = context_tokens - prompt_tokens
+def _room(field: str, prompt_tokens: int, context_tokens: int) -> int:
+    """How many tokens the prompt leaves for the answer; raises if it leaves none."""
     if prompt_tokens == 0:
         raise InvalidRequest("The prompt is empty: it has no tokens.", field)
-    if room < 1:
+    if prompt_tokens >= context_tokens:
         told = f"The prompt has {prompt_tokens} tokens, but prompt and answer together must fit into {context_tokens}."
         raise InvalidRequest(f"{told} Shorten it.", field, "context_length_exceeded")
+    return context_tokens - prompt_tokens
+
+
+def _max_tokens(call: GenerateCall, prompt_tokens: int, room: int) -> int | None:
+    """What the call asks for, if anything; raises if there is no room for it."""
     if call.max_tokens is not None and call.max_tokens > room:
         told = (
             f"max_tokens is {call.max_tokens} and the prompt has {prompt_tokens} tokens, but together they must fit "
-            f"into {context_tokens}; ask for at most {room}."
+            f"into {prompt_tokens + room}; ask for at most {room}."
         )
         raise InvalidRequest(told, "max_tokens", "context_length_exceeded")
-    return room if call.max_tokens is None else call.max_tokens
+    return call.max_tokens
 
 
 def _sampling(call: GenerateCall, served: Served, max_tokens: int) -> SamplingParams:

@@ -59,16 +59,25 @@ class Router:
         info = self.served.info
         return ModelInfo(info.name, info.fingerprint, self.fleet.context_tokens, info.vocab_tokens)
 
-    async def open(self, calls: Sequence[GenerateCall], choices: int = 1) -> Answers:
+    async def open(
+        self,
+        calls: Sequence[GenerateCall],
+        choices: int = 1,
+        *,
+        default_max_tokens: int | None = None,
+        whole: bool = False,
+    ) -> Answers:
         """``choices`` answers to each of ``calls`` (which have passed kvoy.core.generate.check), all or none of them,
-        in order. Raises InvalidRequest, NotFound, Overloaded or Unavailable."""
+        in order. ``whole``: answers are read only when they are complete. Raises InvalidRequest, NotFound, Overloaded
+        or Unavailable."""
         now = self.fleet.clock()
         if self.draining:
             raise Unavailable("This router is about to leave and takes nothing new; try again.", "draining")
-        once = [await resolve(call, self.served, self.fleet.context_tokens, now) for call in calls]
+        context_tokens = self.fleet.context_tokens
+        once = [await resolve(call, self.served, context_tokens, now, default_max_tokens) for call in calls]
         resolved = [another(one, choice) for one in once for choice in range(choices)]
         ticket = self._admit(resolved)
-        mailbox = Mailbox()
+        mailbox = Mailbox(whole=whole)
         flights = [
             Flight(
                 one,

@@ -7,8 +7,10 @@ import httpx
 import pytest
 
 from kvoy.core.generate import ChatMessage, ChatPrompt, GenerateCall, TextPrompt, TokenPrompt
-from services.router.openai_params import MAX_ANSWERS
-from tests.router.fakes import MODEL, site
+from services.router import openai_params
+from services.router.openai_params import MAX_ANSWERS, Headers
+from services.router.openai_schema import ChatBody, CompletionBody, parse
+from tests.router.fakes import site
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -227,20 +229,25 @@ async def test_request_ids_are_echoed_unless_they_could_do_harm():
 
 
 def test_fields_come_out_of_bodies_as_calls():
-    from services.router.openai_params import Headers, chat, completion
-    from services.router.openai_schema import ChatBody, CompletionBody, parse
-
     body = {"prompt": [[1, 2], [3]], "temperature": 0, "stop": "x", "seed": 1, "top_k": 3, "ignore_eos": True}
-    asked = completion(parse(CompletionBody, json.dumps(body).encode()), Headers("me", 2.0))
-    shared = {"temperature": 0.0, "stop": ("x",), "seed": 1, "top_k": 3, "ignore_eos": True, "max_tokens": 16}
+    asked = openai_params.completion(parse(CompletionBody, json.dumps(body).encode()), Headers("me", 2.0))
+    shared = {"temperature": 0.0, "stop": ("x",), "seed": 1, "top_k": 3, "ignore_eos": True}
+    assert asked.default_max_tokens == 16
     assert asked.calls == tuple(
         GenerateCall(TokenPrompt(ids), request_id="me", timeout_s=2.0, **shared) for ids in ((1, 2), (3,))
     )
     body = {"messages": HI, "max_tokens": 5, "max_completion_tokens": 7, "logprobs": True, "n": 2, "model": "toy"}
-    asked = chat(parse(ChatBody, json.dumps(body).encode()), Headers())
+    asked = openai_params.chat(parse(ChatBody, json.dumps(body).encode()), Headers())
     prompt = ChatPrompt((ChatMessage("user", "hi"),))
     assert asked.calls == (GenerateCall(prompt, model="toy", max_tokens=7, logprobs=0),)
     assert (asked.choices, asked.chat, asked.stream, asked.logprobs) == (2, True, False, 0)
-    texts = completion(parse(CompletionBody, b'{"prompt": ["a", "b"]}'), Headers()).calls
+    texts = openai_params.completion(parse(CompletionBody, b'{"prompt": ["a", "b"]}'), Headers()).calls
     assert [call.prompt for call in texts] == [TextPrompt("a"), TextPrompt("b")]
-    assert MODEL.context_tokens == 512
+
+
+async def test_a_default_never_asks_for_more_than_there_is_room_for():
+    async with site() as here, httpx.AsyncClient(base_url=here.url) as client:
+        answer = await client.post(COMPLETIONS, json=completion(prompt="x" * 509)[1])
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        answer = await client.post(COMPLETIONS, json=completion(prompt="x" * 509, max_tokens=16)[1])
+        check_refusal(answer, 400, "ask for at most 3.", "max_tokens")

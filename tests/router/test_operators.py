@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import socket
+import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,7 +14,11 @@ from kvoy.core.errors import ConfigError, PeerError
 from kvoy.core.hashing import block_ids
 from kvoy.core.types import BlockEvent, PodState, Role
 from kvoy.runtime.config import parse
+from kvoy.runtime.pod import Around, PodConfig, PodRuntime
+from kvoy.runtime.stopping import StopSignal
+from kvoy.telemetry.metrics import Metrics
 from kvoy.transport.events import block_event_to_bytes, block_subject
+from kvoy.transport.memory import MemoryBus, MemoryDirectory
 from services.router.config import RouterConfig
 from services.router.http_server import HttpServer
 from tests.router.fakes import Script, both, pod, site
@@ -169,6 +176,44 @@ async def test_prompts_go_where_their_prefix_is_cached():
         await post(here, {"prompt": prompt + "fourth", "cache_salt": "another tenant"})
         listening.cancel()
         await asyncio.wait({listening})
+
+
+async def test_blocks_of_pods_long_gone_are_forgotten():
+    now = [1000.0]
+    async with site(pods=both(2)) as here:
+        here.fleet.clock = lambda: now[0]
+        for pod_id in ("d0", "d1"):
+            here.fleet.blocks_changed(BlockEvent(pod_id, 1, 1, stored=(b"block",)))
+        await here.directory.deregister("d0")
+        for now[0], left in ((1000.0, 2), (1050.0, 2), (1061.0, 1), (1200.0, 1)):
+            await here.watch.poll()
+            assert len(here.fleet.index) == left
+
+
+async def test_pods_that_do_not_answer_are_listed_as_unreachable():
+    silent = socket.create_server(("127.0.0.1", 0))
+    host, port = silent.getsockname()
+    directory = MemoryDirectory(time.time)
+    for pod_id, address in (("closed", "127.0.0.1:1"), ("silent", f"{host}:{port}")):
+        await directory.register(replace(pod(pod_id, Role.DECODE), address=address), 3600)
+    around = Around(directory, MemoryBus(), Metrics((), {}))
+    runtime = PodRuntime(Role.ROUTER, PodConfig(pod_id="me"), around, StopSignal())
+    states = {each.pod_id: each.state for each in await runtime.list_pods()}
+    assert states == {"closed": PodState.UNREACHABLE, "silent": PodState.UNREACHABLE}
+    await runtime.channels.close()
+    silent.close()
+    around.metrics.close()
+
+
+async def test_what_nobody_foresaw_is_a_500_in_the_same_shape(monkeypatch):
+    def bug(*_):
+        raise ZeroDivisionError
+
+    async with site() as here:
+        monkeypatch.setattr(here.fleet, "readiness", bug)
+        answer = await get(here, "/readyz")
+        assert answer.status_code == 500
+        assert "ZeroDivisionError" in answer.json()["error"]["message"]
 
 
 async def test_without_a_prefix_pods_take_turns():
