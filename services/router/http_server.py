@@ -3,6 +3,7 @@
 Owns uvicorn. No access log, no server or date header, no websockets.
 """
 
+import asyncio
 import socket
 
 import uvicorn
@@ -55,6 +56,10 @@ class HttpServer:
     async def stop(self) -> None:
         """Takes nothing new and ends every connection, at once if it is idle."""
         await self._server.shutdown(sockets=[self._listener])
+        for connection in list(self._server.server_state.connections):
+            # uvicorn leaves those alone that outlast its patience, or came while it was ending the others.
+            connection.transport.abort()
+        await asyncio.sleep(0)  # a transport closes its socket in the next turn of the loop
 
 
 def _bind(listen: str) -> socket.socket:
