@@ -4,6 +4,7 @@ Translates and nothing else: bodies are understood by openai_schema and openai_p
 error has the OpenAI shape, also for paths and methods that are not there.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -24,11 +25,14 @@ from services.router.http_errors import REQUEST_ID, BodyTooLarge, error_response
 from services.router.http_reply import Reply
 from services.router.openai_params import Ask, Headers, respelled, spelling
 from services.router.openai_reply import Head, Replier
-from services.router.openai_schema import Body, ChatBody, CompletionBody, parse, shown
+from services.router.openai_schema import B, Body, ChatBody, CompletionBody, parse, shown
 from services.router.resolve import MAX_REQUEST_ID_CHARS, is_plain
 from services.router.router import Router
 from services.router.sse import to_json
 from services.router.watch import PodWatch
+
+_SMALL_BODY_BYTES = 256 * 1024
+"""Taken apart within a few milliseconds."""
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -59,15 +63,11 @@ class HttpFace:
 
     async def completions(self, request: Request) -> Reply:
         with self._router.counting_refusals():
-            headers = _headers(request)
-            body = parse(CompletionBody, await read_body(request))
-            return await self._answer(body, openai_params.completion(body, headers))
+            return await self._answer(*await _read(request, CompletionBody, openai_params.completion))
 
     async def chat_completions(self, request: Request) -> Reply:
         with self._router.counting_refusals():
-            headers = _headers(request)
-            body = parse(ChatBody, await read_body(request))
-            return await self._answer(body, openai_params.chat(body, headers))
+            return await self._answer(*await _read(request, ChatBody, openai_params.chat))
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model(self._router.model)]})
@@ -112,6 +112,17 @@ class HttpFace:
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._router.metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def _read(request: Request, kind: type[B], translate: Callable[[B, Headers], Ask]) -> tuple[B, Ask]:
+    """The body, and what it asks for; a large one is taken apart in a thread, so that others are served meanwhile."""
+    headers, raw = _headers(request), await read_body(request)
+
+    def understand() -> tuple[B, Ask]:
+        body = parse(kind, raw)
+        return body, translate(body, headers)
+
+    return understand() if len(raw) <= _SMALL_BODY_BYTES else await asyncio.to_thread(understand)
 
 
 async def read_body(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> bytes:

@@ -44,7 +44,8 @@ class Ask:
 def completion(body: CompletionBody, headers: Headers) -> Ask:
     """Raises InvalidRequest, naming the field as the client spelled it."""
     _refuse_unsupported(body)
-    calls = [_call(body, headers, prompt, body.max_tokens, body.logprobs) for prompt in _prompts(body.prompt)]
+    prompts = _prompts(body.prompt, _choices(body))
+    calls = [_call(body, headers, prompt, body.max_tokens, body.logprobs) for prompt in prompts]
     return _ask(body, calls, chat=False, logprobs=body.logprobs)
 
 
@@ -77,16 +78,9 @@ def respelled(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest
 
 
 def _ask(body: Body, calls: list[GenerateCall], *, chat: bool, logprobs: int | None) -> Ask:
-    choices = 1 if body.n is None else body.n
-    if choices < 1:
-        raise InvalidRequest(f"n must be at least 1, got {choices}.", "n")
-    if choices * len(calls) > MAX_ANSWERS:
-        total = choices * len(calls)
-        told = f"n={choices} and {len(calls)} prompts make {total} answers, but one call gives at most {MAX_ANSWERS}."
-        raise InvalidRequest(told, "n" if choices > 1 else "prompt")
     return Ask(
         calls=tuple(calls),
-        choices=choices,
+        choices=_choices(body),
         default_max_tokens=None if chat else COMPLETION_MAX_TOKENS,
         chat=chat,
         stream=bool(body.stream),
@@ -121,18 +115,29 @@ def _call(body: Body, headers: Headers, prompt: Prompt, max_tokens: int | None, 
     return call
 
 
-def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+def _choices(body: Body) -> int:
+    choices = 1 if body.n is None else body.n
+    if not 1 <= choices <= MAX_ANSWERS:
+        raise InvalidRequest(f"n must be at least 1 and at most {MAX_ANSWERS}, got {choices}.", "n")
+    return choices
+
+
+def _prompts(prompt: str | list[int] | list[str] | list[list[int]], choices: int) -> list[Prompt]:
     """One string or list of ids is one prompt; a list of these is as many."""
     if isinstance(prompt, str):
         return [TextPrompt(prompt)]
-    prompts: list[Prompt] = []
-    ids: list[int] = []
-    for item in prompt:
-        if isinstance(item, int):
-            ids.append(item)
-        else:
-            prompts.append(TextPrompt(item) if isinstance(item, str) else TokenPrompt(tuple(item)))
-    return prompts or [TokenPrompt(tuple(ids))]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return [TokenPrompt(tuple(ids))]
+    total = len(prompt) * choices
+    if total > MAX_ANSWERS:
+        told = f"{len(prompt)} prompts with n={choices} make {total} answers; one call gives at most {MAX_ANSWERS}."
+        raise InvalidRequest(told, "prompt")
+    return [
+        TextPrompt(item) if isinstance(item, str) else TokenPrompt(tuple(item))
+        for item in prompt
+        if not isinstance(item, int)
+    ]
 
 
 def _message(message: Message, index: int) -> ChatMessage:

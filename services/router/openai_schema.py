@@ -7,12 +7,16 @@ its phrase in _WANTED.
 
 import json
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvoy.core.errors import InvalidRequest
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first wrong item is enough: a body may hold a million."""
 
 
 class _Lenient(BaseModel):
@@ -35,8 +39,8 @@ class Body(_Lenient):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     max_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
@@ -50,7 +54,7 @@ class Body(_Lenient):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     logprobs: int | None = None
 
 
@@ -65,13 +69,13 @@ class Message(_Lenient):
     """One turn of a conversation."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
 
 
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Items[Message]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None

@@ -20,6 +20,10 @@ _SHORT_CHARS = 8192
 """Some 2,000 tokens: less than 2 ms of work, not worth a thread."""
 
 
+_TURN_CHARS = 64
+"""What a message costs on top of its text, in characters' worth of work."""
+
+
 class Tokenizer(Protocol):
     """What a router needs of a model's tokenizer."""
 
@@ -64,7 +68,7 @@ class Served:
                 "messages",
             )
         messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-        chars = sum(len(message.content) for message in prompt.messages)
+        chars = sum(_TURN_CHARS + len(message.content) for message in prompt.messages)
         return await _aside(chars, lambda: tuple(self.tokenizer.chat(messages)))
 
 

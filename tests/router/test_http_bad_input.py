@@ -41,8 +41,10 @@ REFUSED = [
     (completion(max_tokens=10**30), "max_tokens", "max_tokens must lie between 1"),
     (completion(seed=2**63), "seed", "seed must lie between"),
     (completion(seed="x"), "seed", 'seed must be a whole number, got "x".'),
-    (completion(n=0), "n", "n must be at least 1, got 0."),
-    (completion(n=MAX_ANSWERS + 1), "n", "one call gives at most 128."),
+    (completion(n=0), "n", "n must be at least 1 and at most 128, got 0."),
+    (completion(n=MAX_ANSWERS + 1), "n", "n must be at least 1 and at most 128, got 129."),
+    (chat(n=MAX_ANSWERS + 1), "n", "n must be at least 1 and at most 128, got 129."),
+    (completion(n=2, prompt=["a"] * 65), "prompt", "65 prompts with n=2 make 130 answers"),
     (completion(prompt=["a"] * (MAX_ANSWERS + 1)), "prompt", "one call gives at most 128."),
     (completion(stop=[""]), "stop", "stop must not hold an empty string."),
     (completion(stop=["x"] * 17), "stop", "stop may hold at most 16 strings, got 17."),
@@ -179,6 +181,22 @@ async def test_bodies_that_are_no_json_object():
         for body, status, sentence in BODIES:
             param = "temperature" if b"temperature" in body else None
             check_refusal(await client.post(COMPLETIONS, content=body), status, sentence, param)
+
+
+async def test_a_body_full_of_small_things_is_refused_without_holding_up_others():
+    many = [
+        (COMPLETIONS, {"prompt": ["a"] * 400_000}, "400000 prompts with n=1"),
+        (COMPLETIONS, {"prompt": [*range(250), "a"] * 1000}, "prompt must be"),
+        (COMPLETIONS, {"prompt": [5] * 500_000}, "The prompt has 500000 tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 50_000}, "must fit into 512"),
+        (CHAT, {"messages": [{"role": "user"}, 5] * 50_000}, "messages[1] must be"),
+    ]
+    async with site() as here, httpx.AsyncClient(base_url=here.url) as client:
+        for path, body, sentence in many:
+            refused = asyncio.create_task(client.post(path, json=body))
+            assert (await client.post(COMPLETIONS, json=completion()[1])).status_code == 200
+            answer = await refused
+            check_refusal(answer, 400, sentence, answer.json()["error"]["param"])
 
 
 async def test_the_content_type_does_not_matter():
