@@ -343,7 +343,13 @@ class DecodeBrain:
     def _say_reserved(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
         lease = self._leases.grant(request, now)
         reservation = Reservation(
-            request.request_id, request.epoch, lease, self._ingest_address, request.whole_blocks, self._spec
+            request.request_id,
+            request.epoch,
+            lease,
+            self._ingest_address,
+            request.whole_blocks,
+            self._spec,
+            self._ingest.frame_bytes,
         )
         out.append(SayReserved(request.source, reservation))
 

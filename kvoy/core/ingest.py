@@ -79,6 +79,11 @@ class Ingest:
         """Their senders may not know what is acknowledged or granted."""
 
     @property
+    def frame_bytes(self) -> int:
+        """The most payload that a frame may carry."""
+        return self._size.blocks * self._size.layers * self._spec.layer_bytes
+
+    @property
     def spare_slots(self) -> int:
         """Slots that are free and promised to nobody."""
         return self._slots.free - sum(stream.receiver.unclaimed for stream in self._streams.values())
@@ -109,8 +114,7 @@ class Ingest:
         if request is None or reason:
             self._turn_away(opening.key, stream_id, reason, out)
             return False
-        slot_bytes = self._size.blocks * self._size.layers * self._spec.layer_bytes
-        receiver = Receiver(opening, stream_id, slot_bytes, request.whole_blocks, request.prompt_blocks)
+        receiver = Receiver(opening, stream_id, self.frame_bytes, request.whole_blocks, request.prompt_blocks)
         request.receiver = receiver
         request.is_opened = True
         stream = self._streams[request.key] = _Stream(request, receiver)

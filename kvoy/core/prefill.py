@@ -90,12 +90,13 @@ class PrefillBrain:
         self._params = params
         self._spec = spec
         self._fit = Fit(spec, fingerprint, context_tokens, pool_blocks)
-        self._frame_size = FrameSize.fitting(spec, slot_bytes)
+        self._slot_bytes = slot_bytes
+        slot_size = FrameSize.fitting(spec, slot_bytes)
         self._pool = BlockPool(pool_blocks)
         self._slots = Slots(slots)
         self._tally = Tally(PrefillCounters)
         ids = count(1)
-        store_blocks = self._frame_size.blocks if use_store and self._frame_size.layers == spec.layers else 0
+        store_blocks = slot_size.blocks if use_store and slot_size.layers == spec.layers else 0
         self._shipping = Shipping(spec, self._slots, ids, self._tally, slots // 2 if store_blocks else 0)
         self._reloading = Reloading(self._pool, self._slots, ids, self._tally, store_blocks)
         self._queue: dict[str, PrefillRequest] = {}
@@ -205,9 +206,9 @@ class PrefillBrain:
             self._fail(earlier, "cancelled", f"epoch {key.epoch} of the request has begun", out)
         blocks = self._spec.blocks_for(request.prompt_tokens)
         opening = Opening(key, reservation.lease, self._fit.fingerprint, self._spec)
-        sender = Sender(
-            opening, self._frame_size, reservation.held_blocks, blocks, max_resends=self._params.max_resends
-        )
+        limit_bytes = min(self._slot_bytes, reservation.max_frame_bytes or self._slot_bytes)
+        size = FrameSize.fitting(self._spec, limit_bytes)
+        sender = Sender(opening, size, reservation.held_blocks, blocks, max_resends=self._params.max_resends)
         ids = block_ids(request.token_ids, self._spec.block_tokens, self._fit.fingerprint, request.cache_salt)
         self._queue[key.request_id] = PrefillRequest(work, next(self._arrivals), ids, sender)
         self._deadlines.set((key.request_id, _Timer.DEADLINE), request.deadline)
@@ -220,7 +221,8 @@ class PrefillBrain:
         if reservation.kv_spec != self._spec:
             return Refusal("invalid", f"the decode pod takes KV as {reservation.kv_spec}, this pod has {self._spec}")
         held_blocks, blocks = reservation.held_blocks, self._spec.blocks_for(request.prompt_tokens)
-        if request.request_id != reservation.request_id or not 0 <= held_blocks <= blocks:
+        is_narrow = 0 < reservation.max_frame_bytes < self._spec.layer_bytes
+        if request.request_id != reservation.request_id or not 0 <= held_blocks <= blocks or is_narrow:
             return Refusal("invalid", "the reservation does not fit the request; reserve again")
         if known is not None and known.key.epoch >= reservation.epoch:
             return Refusal("invalid", f"epoch {known.key.epoch} of this request is already here")

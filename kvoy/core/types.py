@@ -177,6 +177,8 @@ class Reservation:
     held_blocks: int
     """Leading blocks of the prompt that are in its pool already."""
     kv_spec: KvSpec
+    max_frame_bytes: int = 0
+    """The most payload that one frame may carry, as the pod's staging slots are so large; 0 is no limit."""
 
 
 @dataclass(frozen=True, slots=True)

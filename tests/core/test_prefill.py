@@ -130,6 +130,7 @@ def test_what_never_opened_a_handoff_closes_none():
         (PrefillWork(request(), reservation(spec=replace(SPEC, dtype=KvDtype.BF16))), "invalid"),
         (PrefillWork(request(), reservation("other")), "invalid"),
         (PrefillWork(request(), reservation(held_blocks=4)), "invalid"),
+        (PrefillWork(request(), reservation(max_frame_bytes=SPEC.layer_bytes - 1)), "invalid"),
         (PrefillWork(request(prompt=64), reservation()), "too_large"),
         (PrefillWork(request(prompt=41), reservation()), "too_large"),
         (PrefillWork(request(deadline=1000.0), reservation()), "deadline"),

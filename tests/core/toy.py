@@ -41,8 +41,8 @@ def request(request_id="r", prompt=10, *, first=1, max_tokens=4, stop=(), salt="
     return Request(request_id, token_ids, sampling, FINGERPRINT, cache_salt=salt, deadline=deadline)
 
 
-def reservation(request_id="r", epoch=1, held_blocks=0, lease="lease-1", spec=SPEC):
-    return Reservation(request_id, epoch, lease, "decode:1", held_blocks, spec)
+def reservation(request_id="r", epoch=1, held_blocks=0, *, lease="lease-1", spec=SPEC, max_frame_bytes=0):
+    return Reservation(request_id, epoch, lease, "decode:1", held_blocks, spec, max_frame_bytes)
 
 
 @dataclass(eq=False)

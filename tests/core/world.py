@@ -58,6 +58,7 @@ class World:
         decode_blocks=16,
         slots=4,
         slot_bytes=None,
+        decode_slot_bytes=None,
         use_store=False,
         context_tokens=CONTEXT_TOKENS,
         prefill=None,
@@ -65,6 +66,7 @@ class World:
         max_renewals=2,
     ):
         slot_bytes = slot_bytes or 2 * spec.block_bytes
+        decode_slot_bytes = decode_slot_bytes or slot_bytes
         self.now = 1000.0
         self.spec = spec
         self.context_tokens = context_tokens
@@ -79,7 +81,7 @@ class World:
         self.fresh_d = partial(
             DecodeBrain,
             decode or DecodeParams(chunk_tokens=8, max_batch=4),
-            spec, decode_blocks, slots, slot_bytes, context_tokens, use_store, FINGERPRINT, "decode:1",
+            spec, decode_blocks, slots, decode_slot_bytes, context_tokens, use_store, FINGERPRINT, "decode:1",
         )  # fmt: skip
         self.p, self.d = self.fresh_p(), self.fresh_d()
         self.lanes = {}

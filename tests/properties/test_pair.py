@@ -28,17 +28,14 @@ class Pair(RuleBasedStateMachine):
         decode_blocks=st.integers(12, 24),
         slots=st.integers(1, 5),
         slot_bytes=st.sampled_from(SLOT_BYTES),
+        decode_slot_bytes=st.sampled_from(SLOT_BYTES),
         use_store=st.booleans(),
         chunk_tokens=st.sampled_from((4, 8, 12)),
         max_batch=st.integers(1, 4),
     )
-    def start(self, *, prefill_blocks, decode_blocks, slots, slot_bytes, use_store, chunk_tokens, max_batch):
+    def start(self, *, chunk_tokens, max_batch, **sizes):
         self.world = World(
-            prefill_blocks=prefill_blocks,
-            decode_blocks=decode_blocks,
-            slots=slots,
-            slot_bytes=slot_bytes,
-            use_store=use_store,
+            **sizes,
             prefill=PrefillParams(chunk_tokens=chunk_tokens, max_queue=4, max_admitted=3),
             decode=DecodeParams(chunk_tokens=chunk_tokens, max_batch=max_batch, max_waiting=6, store_backlog_blocks=6),
         )
@@ -143,6 +140,7 @@ def test_without_faults_everything_is_answered(seed):
         decode_blocks=draw.choice((10, 16)),
         slots=draw.choice((1, 2, 4)),
         slot_bytes=draw.choice(SLOT_BYTES),
+        decode_slot_bytes=draw.choice(SLOT_BYTES),
         use_store=draw.random() < 0.5,
     )
     for index in range(8):

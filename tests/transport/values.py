@@ -1,5 +1,7 @@
 """Hypothesis strategies for every value that crosses a wire, and small fixed examples of each."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from kvoy.core.actions import WorkStarted
@@ -106,18 +108,11 @@ requests = st.builds(
     cache_salt=text,
     deadline=st.none(),
 )
-reservations = st.builds(Reservation, name, u64, name, name, u32, kv_specs)
+reservations = st.builds(Reservation, name, u64, name, name, u32, kv_specs, u64)
 works = st.builds(
     lambda request, reservation: PrefillWork(
         request,
-        Reservation(
-            request.request_id,
-            reservation.epoch,
-            reservation.lease,
-            reservation.ingest_address,
-            reservation.held_blocks,
-            reservation.kv_spec,
-        ),
+        replace(reservation, request_id=request.request_id),
     ),
     requests,
     reservations,

@@ -110,6 +110,7 @@ def _reservation_from_proto(message: pb.Reserved) -> Reservation:
         ingest_address=message.ingest_address,
         held_blocks=message.held_blocks,
         kv_spec=shared.kv_spec_from_proto(message.kv_spec),
+        max_frame_bytes=message.max_frame_bytes,
     )
 
 

@@ -23,6 +23,7 @@ def work_to_proto(value: PrefillWork, now: float) -> pb.RunRequest:
         priority=shared.priority_to_proto(request.priority),
         cache_salt=request.cache_salt,
         timeout_s=shared.timeout_left_s(request.deadline, now),
+        max_frame_bytes=reservation.max_frame_bytes,
     )
 
 
@@ -47,6 +48,7 @@ def work_from_proto(message: pb.RunRequest, now: float) -> PrefillWork:
         ingest_address=fields.identifier(message.ingest_address, "ingest_address"),
         held_blocks=message.held_blocks,
         kv_spec=shared.kv_spec_from_proto(message.kv_spec),
+        max_frame_bytes=message.max_frame_bytes,
     )
     return PrefillWork(request, reservation)
 
