@@ -13,7 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import uvloop
 
@@ -55,8 +55,8 @@ class PodConfig:
     exit_with_parent: bool = option(
         False, "Leave when standard input ends, as it does with the process that started it."
     )
-    log_level: str = option("info", "debug, info, warning or error.")
-    drain_s: float = option(30.0, "How long a pod that was asked to stop waits for the requests it has.")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "How much is said on standard error.")
+    drain_s: float = option(30.0, "How long a pod that was asked to stop waits for the requests it has.", at_least=0.0)
     check: bool = option(False, "For tests: prove the invariants after every event.")
 
 
