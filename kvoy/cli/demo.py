@@ -48,7 +48,7 @@ def demo() -> int:
     """Start a router, a prefill, a decode and a kvstore pod, ask them something, show what they did."""
     plan = ClusterPlan(
         model=DEFAULT_MODEL,
-        dtype="bf16",
+        dtype="fp32",
         prefill=1,
         decode=1,
         kvstore=True,

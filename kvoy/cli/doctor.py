@@ -103,7 +103,7 @@ def check_torch() -> list[Finding]:
         return [Finding("torch", Verdict.MISSING, said.strip().splitlines()[-1], "pip install --force-reinstall torch")]
     detail = f"{torch['version']}, {torch['threads']} threads, {torch['cpu']}, {'a GPU' if torch['cuda'] else 'no GPU'}"
     if not torch["bf16"]:
-        return [Finding("torch", Verdict.COULD, f"{detail}, no fast bf16 on this CPU", "kvoy up --dtype fp32")]
+        return [Finding("torch", Verdict.FINE, f"{detail}, no fast bf16 on this CPU: stay with --dtype fp32")]
     return [Finding("torch", Verdict.FINE, f"{detail}, bf16")]
 
 

@@ -29,7 +29,9 @@ def up(
     decode: Annotated[int, typer.Option(help="Number of decode pods.", min=1)] = 1,
     single: Annotated[bool, typer.Option("--single", help="One pod prefills and decodes; for comparison.")] = False,
     model: Annotated[str, typer.Option(help="Preset, GGUF file, Hugging Face folder or hub id.")] = DEFAULT_MODEL,
-    dtype: Annotated[Dtype, typer.Option(help="Number format of weights and KV.")] = Dtype.BF16,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Number format of weights and KV; bf16 is faster and halves the KV.")
+    ] = Dtype.FP32,
     http: Annotated[str, typer.Option(help="host:port of the OpenAI API; port 0 takes any.")] = "127.0.0.1:8000",
     grpc: Annotated[str, typer.Option(help="host:port of the gRPC API; port 0 takes any.")] = "127.0.0.1:8001",
     data_dir: Annotated[

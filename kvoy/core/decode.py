@@ -55,7 +55,7 @@ class DecodeParams:
 
     max_batch: int = 64
     """Most decode rows of one step."""
-    chunk_tokens: int = 512
+    chunk_tokens: int = 128
     """Token budget of a step in which prompts are prefilled here; decode rows count."""
     max_waiting: int = 256
     """Requests that may wait for blocks; more are rejected as busy."""

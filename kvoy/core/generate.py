@@ -148,6 +148,9 @@ def _check_prompt(prompt: Prompt) -> None:
         case ChatPrompt(messages):
             if not messages:
                 raise InvalidRequest("messages is empty; give at least one message.", "messages")
+            for index, message in enumerate(messages):
+                if not message.role:
+                    raise InvalidRequest(f"messages[{index}].role is empty; say who speaks, user for one.", "messages")
 
 
 def _check_ids(field: str, token_ids: tuple[int, ...]) -> None:

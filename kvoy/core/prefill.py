@@ -56,7 +56,7 @@ from kvoy.core.types import KvSpec, PodLoad, PrefillWork
 class PrefillParams:
     """Limits and times of the prefill scheduler."""
 
-    chunk_tokens: int = 512
+    chunk_tokens: int = 128
     """Most tokens of one step, over all requests; at least a block."""
     max_queue: int = 256
     """Works that may wait for blocks; more are refused as busy."""

@@ -30,7 +30,7 @@ class EnginePodConfig(PodConfig):
     """What every pod with an engine can be told."""
 
     model: str = option("smollm2-135m", "Preset, GGUF file, Hugging Face folder or hub id.")
-    dtype: Literal["bf16", "fp32"] = option("bf16", "Number format of weights, activations and KV.")
+    dtype: Literal["bf16", "fp32"] = option("fp32", "Number format of weights, activations and KV.")
     threads: int = option(0, "CPU threads of the engine; 0 is one for each core.", at_least=0)
     pool_bytes: int = option(1 << 30, "Size of the KV pool.", at_least=1)
     block_tokens: int = option(16, "Tokens of one KV block.", at_least=1)
@@ -39,7 +39,7 @@ class EnginePodConfig(PodConfig):
         0, "Bytes of one place; 0 is the smallest multiple of a block of at least 2 MiB.", at_least=0
     )
     context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.", at_least=0)
-    chunk_tokens: int = option(512, "Prompt tokens that one engine step may prefill.", at_least=1)
+    chunk_tokens: int = option(128, "Prompt tokens that one engine step may prefill.", at_least=1)
 
     @property
     def engine(self) -> EngineSettings:
