@@ -22,8 +22,6 @@ from kvoy.runtime.cluster import ClusterPlan, Endpoints
 from kvoy.runtime.leftovers import launched
 
 MAX_TOKENS = 96
-CHUNK_TOKENS = "128"
-"""Small, so that the prompt takes several prefill steps and the shipping of one hides behind the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,6 @@ def demo() -> int:
         http="127.0.0.1:0",
         grpc="127.0.0.1:0",
         data_dir=Path(),
-        overrides={Role.PREFILL: {"chunk_tokens": CHUNK_TOKENS}},
     )
     status = run_cluster(plan, None, _ask)
     left = (
