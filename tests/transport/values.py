@@ -141,8 +141,9 @@ receiver_messages = (
     | st.builds(Refused, text)
 )
 
-chats = st.builds(ChatPrompt, st.lists(st.builds(ChatMessage, text, text), min_size=1, max_size=3).map(tuple))
-texts = st.builds(TextPrompt, st.text(min_size=1, max_size=40))
+some_text = st.text(min_size=1, max_size=40)
+chats = st.builds(ChatPrompt, st.lists(st.builds(ChatMessage, some_text, text), min_size=1, max_size=3).map(tuple))
+texts = st.builds(TextPrompt, some_text)
 generate_calls = st.builds(
     GenerateCall,
     prompt=texts | chats | st.builds(TokenPrompt, some_token_ids),
