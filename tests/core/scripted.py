@@ -1,6 +1,17 @@
 """One brain and a test that plays everybody else: tell it an event, look at its actions."""
 
-from kvoy.core.actions import ExportBlocks, ImportFrame, OpenHandoff, RunStep, SayOutputs, SayReserved, SendFrame
+from kvoy.core.actions import (
+    ExportBlocks,
+    ImportFrame,
+    OpenHandoff,
+    RunStep,
+    SayOutputs,
+    SayReserved,
+    SayToSender,
+    SendCommit,
+    SendFrame,
+    WorkDone,
+)
 from kvoy.core.decode import DecodeBrain, DecodeParams
 from kvoy.core.events import (
     CommitArrived,
@@ -14,11 +25,13 @@ from kvoy.core.events import (
     StepDone,
     WorkSubmitted,
 )
-from kvoy.core.frames import Commit, FrameHeader, HandoffKey, Opening, Welcome
+from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Opening, Welcome
 from kvoy.core.prefill import PrefillBrain, PrefillParams
 from kvoy.core.step import Sampled, StepResult
 from kvoy.core.types import PrefillWork
 from tests.core.toy import CONTEXT_TOKENS, FINGERPRINT, SPEC, request, reservation
+
+KEY = HandoffKey("r", 1)
 
 
 class Pod:
@@ -166,3 +179,23 @@ class DecodePod(Pod):
             for action in self.all(SayOutputs)
             for output in action.outputs
         ]
+
+
+def finish(pod, request_id="r", epoch=1):
+    """Everything that is left of a work, without faults."""
+    while pod.step is not None or pod.all(ExportBlocks) or pod.all(SendFrame):
+        if pod.all(ExportBlocks):
+            pod.export()
+        elif pod.all(SendFrame):
+            last = pod.all(SendFrame)[-1].header.seq
+            pod.send()
+            if not pod.all(SendCommit):
+                pod.say(Ack(last, 4), request_id, epoch)
+        else:
+            pod.end_step()
+    pod.say(Committed(), request_id, epoch)
+    return pod.one(WorkDone)
+
+
+def said(pod):
+    return [action.message for action in pod.all(SayToSender)]
