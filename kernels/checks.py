@@ -4,13 +4,15 @@ Checks look at shapes, dtypes and strides only, never at values: on a GPU readin
 values must satisfy (block numbers inside the pool, say) is the caller's duty and stated at each op.
 """
 
+import torch
 from torch import Tensor
 
+from kernels.paged import PagedLayer
 from kvoy.core.errors import InvariantError
 
 
 def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise InvariantError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
 
 
@@ -25,24 +27,13 @@ def require_unit_stride(name: str, tensor: Tensor) -> None:
         raise InvariantError(f"the last axis of {name} has stride {tensor.stride(-1)}, expected 1")
 
 
-def require_tiles(kv: Tensor) -> None:
-    """``kv`` is one layer of a pool, [blocks, kv heads, block tokens, k | v], made of whole contiguous tiles
-    [block tokens, k | v]; the order of blocks, heads and layers around the tiles is free."""
-    if kv.dim() != 4:
-        raise InvariantError(f"kv has {kv.dim()} axes, expected [blocks, kv heads, block tokens, k | v]")
-    _, _, block_tokens, width = kv.shape
-    tile = block_tokens * width
-    if kv.stride(3) != 1 or kv.stride(2) != width or kv.stride(0) % tile or kv.stride(1) % tile:
-        raise InvariantError(f"kv with strides {kv.stride()} is not made of contiguous tiles of {tile} elements")
-
-
-def require_paged(q: Tensor, kv: Tensor, out: Tensor) -> None:
+def require_paged(q: Tensor, kv: PagedLayer, out: Tensor) -> None:
     """What every attention over paged KV needs of q and out [queries, heads, head dim] and a layer of the pool."""
-    require_tiles(kv)
-    if q.dim() != 3 or q.shape[2] * 2 != kv.shape[3] or q.shape[1] % kv.shape[1]:
-        raise InvariantError(f"q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}")
+    if q.dim() != 3 or q.shape[2] != kv.head_dim or q.shape[1] % kv.kv_heads:
+        raise InvariantError(f"q {tuple(q.shape)} does not fit {kv.kv_heads} kv heads of {kv.head_dim}")
     require_shape("out", out, tuple(q.shape))
-    require_same_dtype("q", q, kv)
-    require_same_dtype("out", out, kv)
+    if kv.format.dtype != torch.int8:
+        require_same_dtype("q", q, kv.values)
+    require_same_dtype("out", out, q)
     require_unit_stride("q", q)
     require_unit_stride("out", out)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from kernels.checks import require_paged, require_shape
 from kernels.chunk_prefill import reference
+from kernels.paged import PagedLayer
 
 
 class ChunkPrefill:
@@ -12,23 +13,24 @@ class ChunkPrefill:
     Request r's queries are rows ``[query_starts[r], query_starts[r + 1])``: the last of its ``kv_lengths[r]`` tokens,
     whose KV is in the pool already (KvWrite comes first). block_tables [requests, blocks] int32, of which row r covers
     kv_lengths[r] tokens (the rest of the row is not read) with blocks inside the pool (the caller's duty);
-    query_starts [requests + 1] and kv_lengths [requests] int32.
+    query_starts [requests + 1] and kv_lengths [requests] int32; no request has more than ``max_queries`` queries.
     """
 
-    def __init__(self, block_tables: Tensor, query_starts: Tensor, kv_lengths: Tensor) -> None:
+    def __init__(self, block_tables: Tensor, query_starts: Tensor, kv_lengths: Tensor, max_queries: int) -> None:
         require_shape("block_tables", block_tables, (kv_lengths.shape[0], block_tables.shape[-1]))
         require_shape("query_starts", query_starts, (kv_lengths.shape[0] + 1,))
         self._tables = (block_tables, query_starts, kv_lengths)
+        self._max_queries = max_queries
         self._plans: dict[int | None, list[reference.Chunk]] = {}
 
-    def __call__(self, q: Tensor, kv: Tensor, *, scale: float, window_tokens: int | None, out: Tensor) -> None:
-        """q, out [tokens, heads, head dim]; kv [blocks, kv heads, block tokens, k | v], a layer of the pool; query head
-        h uses kv head h // (heads / kv heads). Every call gives a layer of the same pool.
+    def __call__(self, q: Tensor, kv: PagedLayer, *, scale: float, window_tokens: int | None, out: Tensor) -> None:
+        """q, out [tokens, heads, head dim]; query head h uses kv head h // (heads / kv heads). Every call gives a layer
+        of the same pool.
 
         A query at position p sees keys at positions <= p, and > p - window_tokens when there is a window. Nothing of a
         block past kv_lengths[r] reaches the output, NaN included.
         """
-        require_paged(q, kv, out)
         if window_tokens not in self._plans:
+            require_paged(q, kv, out)
             self._plans[window_tokens] = reference.plan(*self._tables, kv, window_tokens)
         reference.run(q, kv, self._plans[window_tokens], scale, out)

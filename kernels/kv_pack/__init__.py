@@ -1,34 +1,52 @@
 """Pool blocks to and from contiguous wire bytes: check and dispatch. The specification is reference.py."""
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from kernels.checks import require_same_dtype, require_shape
+from kernels.checks import require_shape
 from kernels.kv_pack import reference
+from kernels.paged import KvWire, PagedPool
 from kvoy.core.errors import InvariantError
 
 
-def _check(pool: Tensor, blocks: Tensor, first_layer: int, wire: Tensor) -> None:
-    layers = wire.shape[1]
-    require_shape("wire", wire, (blocks.shape[0], layers, *pool.shape[2:]))
-    require_same_dtype("wire", wire, pool)
-    if not wire.is_contiguous():
-        raise InvariantError("the wire side of a block copy is not contiguous")
-    if first_layer < 0 or first_layer + layers > pool.shape[1]:
-        raise InvariantError(f"layers [{first_layer}, {first_layer + layers}) are not in a pool of {pool.shape[1]}")
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """Which layers and kv heads of the blocks."""
+
+    first_layer: int
+    layers: int
+    first_head: int
+    heads: int
 
 
-def kv_pack(pool: Tensor, blocks: Tensor, first_layer: int, valid_tokens: int, wire: Tensor) -> None:
-    """wire[i, l] = pool[blocks[i], first_layer + l], bit for bit; token positions >= valid_tokens, counted over the
-    listed blocks, become zeros.
+def kv_pack(pool: PagedPool, blocks: Tensor, part: KvPart, valid_tokens: int, wire: KvWire) -> None:
+    """wire.tiles[i, l, h] = the tile of block blocks[i], layer part.first_layer + l, head part.first_head + h; bit for
+    bit, scales included, when both formats are the same. Token positions >= valid_tokens, counted over the listed
+    blocks, become zeros.
 
-    pool [blocks, layers, kv heads, block tokens, k | v] of any strides; blocks [n] int64, inside the pool (the caller's
-    duty); wire [n, l, kv heads, block tokens, k | v], contiguous.
+    blocks [n] int64, inside the pool (the caller's duty); wire.tiles [n, part.layers, part.heads, bytes of a tile].
     """
-    _check(pool, blocks, first_layer, wire)
-    reference.kv_pack(pool, blocks, first_layer, valid_tokens, wire)
+    _check(pool, blocks, part, wire)
+    reference.kv_pack(pool, blocks, part, valid_tokens, wire)
 
 
-def kv_unpack(wire: Tensor, blocks: Tensor, first_layer: int, pool: Tensor) -> None:
-    """pool[blocks[i], first_layer + l] = wire[i, l], bit for bit: the inverse of kv_pack. ``blocks`` all differ."""
-    _check(pool, blocks, first_layer, wire)
-    reference.kv_unpack(wire, blocks, first_layer, pool)
+def kv_unpack(wire: KvWire, blocks: Tensor, part: KvPart, pool: PagedPool) -> None:
+    """The tiles of the pool from the wire's: the inverse of kv_pack. ``blocks`` all differ."""
+    _check(pool, blocks, part, wire)
+    reference.kv_unpack(wire, blocks, part, pool)
+
+
+def _check(pool: PagedPool, blocks: Tensor, part: KvPart, wire: KvWire) -> None:
+    shape = pool.shape
+    if part.first_layer < 0 or part.layers < 1 or part.first_layer + part.layers > shape.layers:
+        raise InvariantError(f"{part} is not in a pool of {shape.layers} layers")
+    if part.first_head < 0 or part.heads < 1 or part.first_head + part.heads > shape.kv_heads:
+        raise InvariantError(f"{part} is not in a pool of {shape.kv_heads} kv heads")
+    tile_bytes = wire.format.tile_bytes(shape.block_tokens, shape.head_dim)
+    require_shape("wire", wire.tiles, (blocks.shape[0], part.layers, part.heads, tile_bytes))
+    if wire.tiles.dtype != torch.uint8 or not wire.tiles.is_contiguous():
+        raise InvariantError("the wire side of a block copy is not contiguous bytes")
+    if wire.format != pool.format:
+        raise InvariantError(f"KV of {pool.format} does not become {wire.format}")

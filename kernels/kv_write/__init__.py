@@ -1,31 +1,60 @@
 """New keys and values into their places in the paged pool: check and dispatch. The specification is reference.py."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from kernels.checks import require_same_dtype, require_shape, require_tiles, require_unit_stride
+from kernels.checks import require_same_dtype, require_shape, require_unit_stride
 from kernels.kv_write import reference
+from kernels.paged import PagedLayer
+from kvoy.core.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Of RoPE, per token."""
+
+    cos: Tensor  # [tokens, head dim / 2] fp32
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """RMS norm of each head of q and of k, before RoPE."""
+
+    q_weight: Tensor  # [head dim]
+    k_weight: Tensor  # [head dim]
+    eps: float
 
 
 class KvWrite:
-    """kv[slot // block tokens, head, slot % block tokens] = k | v, for the tokens of one step, in any layer.
+    """RoPE of q and k, and k | v into the pool, for the tokens of one step, in any layer.
 
-    slots [tokens] int64, all different and inside the pool (the caller's duty).
+    slots [tokens] int64: token t goes to place slots[t] % block tokens of block slots[t] // block tokens. All different
+    and inside the pool (the caller's duty); a negative one is padding, whose k and v are not written.
     """
 
     def __init__(self, slots: Tensor) -> None:
         self._slots = slots
-        self._rows: Tensor | None = None
+        self._plan: reference.Plan | None = None
 
-    def __call__(self, k: Tensor, v: Tensor, kv: Tensor) -> None:
-        """Write k, v [tokens, kv heads, head dim] to kv [blocks, kv heads, block tokens, k | v], a layer of the pool;
-        every call gives a layer of the same pool."""
-        require_tiles(kv)
-        require_shape("k", k, (self._slots.shape[0], kv.shape[1], kv.shape[3] // 2))
-        require_shape("v", v, tuple(k.shape))
-        require_same_dtype("k", k, kv)
-        require_same_dtype("v", v, kv)
-        require_unit_stride("k", k)
-        require_unit_stride("v", v)
-        if self._rows is None:
-            self._rows = reference.plan(self._slots, kv)
-        reference.run(k, v, self._rows, kv)
+    def __call__(self, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None = None) -> None:
+        """Norm (if any) and rotate q and k in place in qkv [tokens, heads + 2 * kv heads, head dim], which lie in the
+        order q, k, v; write k and v. The rotation is in fp32 and half-split: the halves (a, b) of a head become
+        (a cos - b sin, b cos + a sin). Every call gives a layer of the same pool.
+        """
+        if self._plan is None:
+            self._check(qkv, angles, kv)
+            self._plan = reference.plan(self._slots, kv)
+        reference.run(qkv, angles, kv, norms, self._plan)
+
+    def _check(self, qkv: Tensor, angles: Angles, kv: PagedLayer) -> None:
+        tokens, half = self._slots.shape[0], kv.head_dim // 2
+        if qkv.dim() != 3 or qkv.shape[1] <= 2 * kv.kv_heads:
+            raise InvariantError(f"qkv {tuple(qkv.shape)} does not hold q, k and v of {kv.kv_heads} kv heads")
+        require_shape("qkv", qkv, (tokens, qkv.shape[1], kv.head_dim))
+        require_shape("cos", angles.cos, (tokens, half))
+        require_shape("sin", angles.sin, (tokens, half))
+        require_unit_stride("qkv", qkv)
+        if kv.scales is None:
+            require_same_dtype("qkv", qkv, kv.values)

@@ -3,31 +3,34 @@
 from torch import Tensor
 
 from kernels.checks import require_paged, require_shape
+from kernels.paged import PagedLayer
 from kernels.paged_decode import reference
 
 
 class PagedDecode:
     """Attention of the decode rows of one step, in any layer.
 
-    Row r is one query at position ``kv_lengths[r] - 1``; the KV of its ``kv_lengths[r]`` >= 1 tokens is in the pool
-    already (KvWrite comes first). block_tables [rows, blocks] int32, of which row r covers kv_lengths[r] tokens (the
-    rest of the row is not read) with blocks inside the pool (the caller's duty); kv_lengths [rows] int32.
+    Row r is one query at position ``kv_lengths[r] - 1``; the KV of its ``kv_lengths[r]`` tokens is in the pool already
+    (KvWrite comes first). A row of length 0 is padding, whose output is zeros. block_tables [rows, blocks] int32, of
+    which row r covers kv_lengths[r] tokens (the rest of the row is not read) with blocks inside the pool (the caller's
+    duty); kv_lengths [rows] int32, none above ``max_kv_tokens``.
     """
 
-    def __init__(self, block_tables: Tensor, kv_lengths: Tensor) -> None:
+    def __init__(self, block_tables: Tensor, kv_lengths: Tensor, max_kv_tokens: int) -> None:
         require_shape("block_tables", block_tables, (kv_lengths.shape[0], block_tables.shape[-1]))
         self._tables = (block_tables, kv_lengths)
+        self._max_kv_tokens = max_kv_tokens
         self._plans: dict[int | None, list[reference.Group]] = {}
 
-    def __call__(self, q: Tensor, kv: Tensor, *, scale: float, window_tokens: int | None, out: Tensor) -> None:
-        """q, out [rows, heads, head dim]; kv [blocks, kv heads, block tokens, k | v], a layer of the pool; query head h
-        uses kv head h // (heads / kv heads). Every call gives a layer of the same pool.
+    def __call__(self, q: Tensor, kv: PagedLayer, *, scale: float, window_tokens: int | None, out: Tensor) -> None:
+        """q, out [rows, heads, head dim]; query head h uses kv head h // (heads / kv heads). Every call gives a layer
+        of the same pool.
 
         A row sees its last ``window_tokens`` tokens, or all when there is no window. Nothing of a block past
         kv_lengths[r] reaches the output, NaN included. A row alone gives the same bits as in any batch.
         """
-        require_paged(q, kv, out)
-        require_shape("q", q, (self._tables[1].shape[0], *q.shape[1:]))
         if window_tokens not in self._plans:
+            require_paged(q, kv, out)
+            require_shape("q", q, (self._tables[1].shape[0], *q.shape[1:]))
             self._plans[window_tokens] = reference.plan(*self._tables, kv, window_tokens)
         reference.run(q, kv, self._plans[window_tokens], scale, out)

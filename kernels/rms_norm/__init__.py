@@ -2,19 +2,30 @@
 
 from torch import Tensor
 
-from kernels.checks import require_same_dtype, require_shape, require_unit_stride
+from kernels.checks import require_shape, require_unit_stride
 from kernels.rms_norm import reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """Write x / sqrt(mean(x^2) + eps) * weight to ``out``: computed in fp32, rounded once.
 
-    x, out [..., dim] of any strides with a contiguous last axis; ``out`` may be ``x``. weight [dim].
+    x, out [..., dim] of any strides with a contiguous last axis; ``out`` may be ``x``. weight [dim]. Each may be of
+    another float dtype.
     """
+    _check(x, weight, out)
+    reference.rms_norm(x, weight, eps, out)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Add x to ``residual``, rounded to its dtype, and write the norm of the sum to ``out``, as rms_norm does."""
+    _check(residual, weight, out)
+    require_shape("x", x, tuple(residual.shape))
+    require_unit_stride("x", x)
+    reference.add_rms_norm(x, residual, weight, eps, out)
+
+
+def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:
     require_shape("weight", weight, (x.shape[-1],))
     require_shape("out", out, tuple(x.shape))
-    require_same_dtype("weight", weight, x)
-    require_same_dtype("out", out, x)
     require_unit_stride("x", x)
     require_unit_stride("out", out)
-    reference.rms_norm(x, weight, eps, out)

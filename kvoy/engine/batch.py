@@ -65,14 +65,16 @@ def build_batch(plan: StepPlan, limits: Limits) -> Batch:
         raise InvariantError(f"two tokens of step {plan.step_id} have the same place in the pool")
     chunks = len(plan.prefill)
     query_starts = torch.from_numpy(starts[: chunks + 1].astype(np.int32))
+    longest_chunk = max((len(row.token_ids) for row in rows[:chunks]), default=0)
+    longest_kv = max((int(row.positions[-1]) + 1 for row in rows[chunks:]), default=0)
     sampled = [index for index, row in enumerate(rows) if row.sample is not None]
     return Batch(
         token_ids=torch.from_numpy(np.concatenate([row.token_ids for row in rows])),
         positions=torch.from_numpy(np.concatenate([row.positions for row in rows])),
         prefill_tokens=int(starts[chunks]),
         kv_write=KvWrite(torch.from_numpy(slots)),
-        chunk_prefill=ChunkPrefill(_tables(rows[:chunks]), query_starts, _kv_lengths(rows[:chunks])),
-        paged_decode=PagedDecode(_tables(rows[chunks:]), _kv_lengths(rows[chunks:])),
+        chunk_prefill=ChunkPrefill(_tables(rows[:chunks]), query_starts, _kv_lengths(rows[:chunks]), longest_chunk),
+        paged_decode=PagedDecode(_tables(rows[chunks:]), _kv_lengths(rows[chunks:]), longest_kv),
         sample_rows=torch.from_numpy(starts[1:][sampled] - 1),
         samples=tuple(row.sample for row in rows if row.sample is not None),
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.kv_pack import kv_pack, kv_unpack
+from kernels.kv_pack import KvPart, kv_pack, kv_unpack
+from kernels.paged import KvFormat, KvWire, PagedLayer, PagedPool, PoolShape, TileStrides
 from kvoy.core.errors import ConfigError, InvariantError
 from kvoy.core.types import KvDtype, KvSpec
 from kvoy.engine.messages import ExportBlocks, ImportBlocks
@@ -39,15 +40,18 @@ class KvLayout:
     blocks: int
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
+    def shape(self) -> PoolShape:
         spec = self.spec
-        return (self.blocks, spec.layers, spec.kv_heads, spec.block_tokens, 2 * spec.head_dim)
+        return PoolShape(self.blocks, spec.layers, spec.kv_heads, spec.block_tokens, spec.head_dim)
 
     @property
-    def strides(self) -> tuple[int, int, int, int, int]:
-        """In elements."""
-        _, layers, heads, tokens, width = self.shape
-        return (layers * heads * tokens * width, heads * tokens * width, tokens * width, width, 1)
+    def strides(self) -> TileStrides:
+        """In tiles, one of which is [token, k | v] of a head."""
+        return TileStrides(block=self.spec.layers * self.spec.kv_heads, layer=self.spec.kv_heads, head=1)
+
+    @property
+    def format(self) -> KvFormat:
+        return KvFormat(TORCH_DTYPES[self.spec.dtype])
 
 
 class KvPool:
@@ -56,42 +60,45 @@ class KvPool:
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
-        elements = torch.frombuffer(
-            _zeros(layout.blocks * layout.spec.block_bytes), dtype=TORCH_DTYPES[layout.spec.dtype]
-        )
-        self._pool = elements.as_strided(layout.shape, layout.strides)
-        self._layers = self._pool.unbind(1)
+        memory = torch.frombuffer(_zeros(layout.blocks * layout.spec.block_bytes), dtype=torch.uint8)
+        self._pool = PagedPool(memory, layout.format, layout.shape, layout.strides)
 
-    def layer(self, index: int) -> Tensor:
-        """[blocks, kv heads, block tokens, k | v], a view."""
-        return self._layers[index]
+    def layer(self, index: int) -> PagedLayer:
+        return self._pool.layer(index)
 
     def export_blocks(self, order: ExportBlocks, slot: memoryview) -> None:
         """Pool blocks into a slot. InvariantError, before a byte is written, when the order does not fit."""
-        wire = self._wire(order.blocks, order.first_layer, order.layers, slot)
+        part = self._part(order)
+        wire = self._wire(order.blocks, part, slot)
         if not 0 <= order.valid_tokens <= len(order.blocks) * self.layout.spec.block_tokens:
             raise InvariantError(f"{order.valid_tokens} valid tokens in {len(order.blocks)} blocks")
-        kv_pack(self._pool, torch.tensor(order.blocks), order.first_layer, order.valid_tokens, wire)
+        kv_pack(self._pool, torch.tensor(order.blocks), part, order.valid_tokens, wire)
 
     def import_blocks(self, order: ImportBlocks, slot: memoryview) -> None:
         """A slot into pool blocks. InvariantError, before a byte is written, when the order does not fit."""
-        wire = self._wire(order.blocks, order.first_layer, order.layers, slot)
+        part = self._part(order)
+        wire = self._wire(order.blocks, part, slot)
         if len(set(order.blocks)) < len(order.blocks):
             raise InvariantError(f"blocks {order.blocks} to import are not all different")
-        kv_unpack(wire, torch.tensor(order.blocks), order.first_layer, self._pool)
+        kv_unpack(wire, torch.tensor(order.blocks), part, self._pool)
 
-    def _wire(self, blocks: Sequence[int], first_layer: int, layers: int, slot: memoryview) -> Tensor:
-        """The slot's leading bytes as [blocks, layers, kv heads, block tokens, k | v]."""
+    def _part(self, order: ExportBlocks | ImportBlocks) -> KvPart:
+        spec = self.layout.spec
+        if order.first_layer < 0 or order.layers < 1 or order.first_layer + order.layers > spec.layers:
+            layers = f"[{order.first_layer}, {order.first_layer + order.layers})"
+            raise InvariantError(f"layers {layers} are not in a model of {spec.layers}")
+        return KvPart(order.first_layer, order.layers, 0, spec.kv_heads)
+
+    def _wire(self, blocks: Sequence[int], part: KvPart, slot: memoryview) -> KvWire:
+        """The slot's leading bytes as tiles."""
         spec = self.layout.spec
         if not blocks or min(blocks) < 0 or max(blocks) >= self.layout.blocks:
             raise InvariantError(f"blocks {tuple(blocks)} are not in a pool of {self.layout.blocks}")
-        if first_layer < 0 or layers < 1 or first_layer + layers > spec.layers:
-            raise InvariantError(f"layers [{first_layer}, {first_layer + layers}) are not in a model of {spec.layers}")
-        wire_bytes = len(blocks) * layers * spec.layer_bytes
+        wire_bytes = len(blocks) * part.layers * spec.layer_bytes
         if wire_bytes > len(slot):
             raise InvariantError(f"{wire_bytes} bytes do not fit a slot of {len(slot)}")
-        elements = torch.frombuffer(slot, dtype=TORCH_DTYPES[spec.dtype], count=wire_bytes // spec.dtype.item_bytes)
-        return elements.view(len(blocks), layers, *self.layout.shape[2:])
+        memory = torch.frombuffer(slot, dtype=torch.uint8, count=wire_bytes)
+        return KvWire(memory.view(len(blocks), part.layers, part.heads, -1), self._pool.format)
 
 
 def _zeros(size_bytes: int) -> mmap.mmap:

@@ -33,7 +33,7 @@ def load(files: ModelFiles, *, blocks: int, block_tokens: int, dtype: KvDtype = 
 def poison(pool: KvPool) -> None:
     """NaN everywhere, as if every block had had a broken owner."""
     for layer in range(pool.layout.spec.layers):
-        pool.layer(layer).fill_(float("nan"))
+        pool.layer(layer).values.fill_(float("nan"))
 
 
 @dataclass(slots=True)

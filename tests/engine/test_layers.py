@@ -1,11 +1,11 @@
-"""Linear layers, packed and not, and rotary embedding against its definition in complex numbers."""
+"""Linear layers, packed and not, and RoPE's angles."""
 
 import pytest
 import torch
 from torch.nn import functional
 
 from kvoy.engine import layers
-from kvoy.engine.layers import Linear, can_pack, rope_angles, rotate
+from kvoy.engine.layers import ACTIVATIONS, GatedLinear, Linear, rope_angles, try_packing
 from kvoy.engine.spec import RopeSpec
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -29,7 +29,7 @@ def test_unpacked_is_torch_bit_for_bit(dtype, has_bias):
 def test_packed_where_that_is_possible_equals_float64(rows, has_bias):
     weight, x = torch.randn(96, 64), torch.randn(rows, 64)
     bias = torch.randn(96) if has_bias else None
-    linear = Linear(weight, bias, packed=can_pack(torch.float32))
+    linear = Linear(weight, bias, packed=try_packing(torch.float32))
     expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -40,7 +40,7 @@ def test_a_torch_that_cannot_pack_is_noticed(monkeypatch, error):
         raise error("no such operator")
 
     monkeypatch.setattr(layers, "_pack", refuse)
-    assert not can_pack(torch.float32)
+    assert not try_packing(torch.float32)
 
 
 def test_a_torch_that_packs_wrongly_is_noticed(monkeypatch):
@@ -49,20 +49,38 @@ def test_a_torch_that_packs_wrongly_is_noticed(monkeypatch):
 
     monkeypatch.setattr(layers, "_pack", torch.clone)
     monkeypatch.setattr(layers, "_packed_linear", other_weights)
-    assert not can_pack(torch.float32)
+    assert not try_packing(torch.float32)
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotation_equals_complex_multiplication(dtype):
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_gated_product_equals_float64(name, dtype, packed, rows):
+    gate, up, x = (torch.randn(n, 32).to(dtype) / 4 for n in (48, 48, rows))
+    out = GatedLinear(gate, up, ACTIVATIONS[name], packed=packed and try_packing(dtype))(x)
+    wide = x.double() @ gate.double().t()
+    activated = functional.silu(wide) if name == "silu" else functional.gelu(wide, approximate="tanh")
+    expected = activated * (x.double() @ up.double().t())
+    near = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out.double(), expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (576, 1536), (64, 4096)])
+def test_a_packed_row_alone_has_the_bits_it_has_in_a_batch(shape):
+    linear = Linear(torch.randn(shape), None, packed=try_packing(torch.float32))
+    x = torch.randn(130, shape[1])
+    together = linear(x)
+    for rows in (1, 2, 9, 33):
+        assert torch.equal(linear(x[:rows].clone()), together[:rows])
+
+
+def test_angles_are_those_of_complex_rotation():
     rope = RopeSpec(inv_freq=(1.0, 0.1, 0.003), magnitude=1.25)
     positions = torch.tensor([0, 1, 77, 4000])
-    qkv = torch.randn(4, 5, 6).to(dtype)
-    before = qkv.clone()
-    rotate(qkv[:, :3], rope_angles(rope, positions))
-    pairs = torch.complex(*before[:, :3].double().chunk(2, -1))
-    angles = positions.double()[:, None, None] * torch.tensor(rope.inv_freq, dtype=torch.float64)
-    turned = pairs * torch.polar(torch.full_like(angles, rope.magnitude), angles)
-    expected = torch.cat((turned.real, turned.imag), -1)
-    # fp32 angles of some thousand radians are exact to some 1e-4; bf16 values to 2**-8.
-    torch.testing.assert_close(qkv[:, :3].double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 0, atol=2e-3)
-    assert torch.equal(qkv[:, 3:], before[:, 3:])
+    found = rope_angles(rope, positions)
+    angles = positions.double()[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float64)
+    turned = torch.polar(torch.full_like(angles, rope.magnitude), angles)
+    # fp32 angles of some thousand radians are exact to some 1e-4.
+    torch.testing.assert_close(found.cos.double(), turned.real, rtol=0, atol=1e-3)
+    torch.testing.assert_close(found.sin.double(), turned.imag, rtol=0, atol=1e-3)

@@ -27,7 +27,7 @@ def engine(request) -> tuple[Runner, KvPool]:
 
 
 def bits(pool: KvPool) -> torch.Tensor:
-    return torch.stack([pool.layer(layer) for layer in range(pool.layout.spec.layers)], 1).view(torch.int32)
+    return torch.stack([pool.layer(layer).values for layer in range(pool.layout.spec.layers)], 1).view(torch.int32)
 
 
 def test_results_are_the_sampling_prefill_rows_then_the_decode_rows(engine):

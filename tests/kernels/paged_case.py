@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.paged import KvFormat, PagedPool, PoolShape, TileStrides
+
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_TOKENS = 2, 3, 8, 4
 HEADS = KV_HEADS * GROUP
 SCALE = 0.3
@@ -17,14 +19,14 @@ class PagedCase:
         spans = [-(-n // BLOCK_TOKENS) for n in lengths]
         shuffled = torch.randperm(sum(spans) + 3).tolist()
         self.pool = poisoned_pool(len(shuffled), layers=3, dtype=dtype, order=order)
-        self.kv = self.pool[:, 1]
+        self.kv = self.pool.layer(1)
         self.dense = [torch.randn(n, KV_HEADS, 2 * HEAD_DIM).to(dtype) for n in lengths]
         self.tables = torch.full((len(lengths), max(spans) + 2), 2**31 - 1, dtype=torch.int32)
         for row, span in enumerate(spans):
             self.tables[row, :span] = torch.tensor([shuffled.pop() for _ in range(span)])
             for position in range(lengths[row]):
                 block = int(self.tables[row, position // BLOCK_TOKENS])
-                self.kv[block, :, position % BLOCK_TOKENS] = self.dense[row][position]
+                self.kv.values[block, :, position % BLOCK_TOKENS] = self.dense[row][position]
         self.kv_lengths = torch.tensor(lengths, dtype=torch.int32)
 
     def expected(self, row: int, q: Tensor, window_tokens: int | None) -> Tensor:
@@ -41,11 +43,17 @@ class PagedCase:
         return out
 
 
-def poisoned_pool(blocks: int, layers: int, dtype: torch.dtype, order: str = "BLHNC") -> Tensor:
-    """NaN pool [blocks, layers, kv heads, block tokens, k | v] whose axes lie in memory in ``order``."""
-    sizes = {"B": blocks, "L": layers, "H": KV_HEADS, "N": BLOCK_TOKENS, "C": 2 * HEAD_DIM}
-    stored = torch.full([sizes[axis] for axis in order], float("nan"), dtype=dtype)
-    return stored.permute([order.index(axis) for axis in "BLHNC"])
+def poisoned_pool(blocks: int, layers: int, dtype: torch.dtype, order: str = "BLHNC") -> PagedPool:
+    """NaN pool whose axes block, layer and kv head lie in memory in ``order``."""
+    sizes, steps, step = {"B": blocks, "L": layers, "H": KV_HEADS}, {}, 1
+    for axis in reversed(order[:3]):
+        steps[axis] = step
+        step *= sizes[axis]
+    fmt, shape = KvFormat(dtype), PoolShape(blocks, layers, KV_HEADS, BLOCK_TOKENS, HEAD_DIM)
+    buffer = torch.zeros(step * fmt.tile_bytes(BLOCK_TOKENS, HEAD_DIM), dtype=torch.uint8)
+    pool = PagedPool(buffer, fmt, shape, TileStrides(steps["B"], steps["L"], steps["H"]))
+    pool.values.fill_(float("nan"))
+    return pool
 
 
 class Guarded:

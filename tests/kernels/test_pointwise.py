@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from kernels.gated_mul import gelu_tanh_mul, silu_mul
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import add_rms_norm, rms_norm
 from kvoy.core.errors import InvariantError
 from tests.kernels.paged_case import Guarded
 
@@ -58,6 +58,17 @@ def test_rms_norm_of_a_row_alone_has_the_bits_it_has_in_a_batch(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_adds_in_fp32_and_norms_the_sum(dtype):
+    x, residual, weight = torch.randn(5, 96).to(dtype), torch.randn(5, 96) * 50, torch.randn(96)
+    total = residual + x.float()
+    guarded = Guarded((5, 96), dtype)
+    add_rms_norm(x, residual, weight, 1e-5, guarded.out)
+    assert torch.equal(residual, total)
+    expected = norm_in_float64(total, weight, 1e-5)
+    torch.testing.assert_close(guarded.check().double(), expected, rtol=relative_step(dtype), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
 def test_gated_products_equal_float64(dtype, name):
     gate_up = torch.randn(6, 2 * 40).to(dtype) * 3
@@ -70,9 +81,11 @@ def test_gated_products_equal_float64(dtype, name):
 
 def test_shapes_that_do_not_fit_are_refused_before_anything_is_written():
     x, out = torch.randn(3, 8), torch.full((3, 8), float("nan"))
-    for wrong_x, weight in ((x, torch.ones(4)), (x[:2], torch.ones(8)), (x, torch.ones(8).bfloat16())):
+    for wrong_x, weight in ((x, torch.ones(4)), (x[:2], torch.ones(8)), (torch.randn(8, 3).t(), torch.ones(8))):
         with pytest.raises(InvariantError):
             rms_norm(wrong_x, weight, 1e-5, out)
+        with pytest.raises(InvariantError):
+            add_rms_norm(wrong_x, x, weight, 1e-5, out[:, :7])
     for gate_up in (torch.randn(3, 15), torch.randn(2, 16), torch.randn(3, 16).bfloat16(), torch.randn(16, 3).t()):
         with pytest.raises(InvariantError):
             silu_mul(gate_up, out)
