@@ -47,6 +47,7 @@ def demo() -> int:
     plan = ClusterPlan(
         model=DEFAULT_MODEL,
         dtype="fp32",
+        kv_dtype="auto",
         prefill=1,
         decode=1,
         kvstore=True,

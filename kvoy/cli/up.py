@@ -17,10 +17,19 @@ from kvoy.runtime.cluster import ClusterPlan, Endpoints
 
 
 class Dtype(StrEnum):
-    """Number format of weights, activations and KV."""
+    """Number format of weights and activations."""
 
     FP32 = "fp32"
     BF16 = "bf16"
+
+
+class PoolDtype(StrEnum):
+    """Number format of the KV pools."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
 
 
 def up(
@@ -30,8 +39,11 @@ def up(
     single: Annotated[bool, typer.Option("--single", help="One pod prefills and decodes; for comparison.")] = False,
     model: Annotated[str, typer.Option(help="Preset, GGUF file, Hugging Face folder or hub id.")] = DEFAULT_MODEL,
     dtype: Annotated[
-        Dtype, typer.Option(help="Number format of weights and KV; bf16 is faster and halves the KV.")
+        Dtype, typer.Option(help="Number format of weights and activations; bf16 is faster.")
     ] = Dtype.FP32,
+    kv_dtype: Annotated[
+        PoolDtype, typer.Option(help="Number format of the KV; auto is that of --dtype, int8 takes half of bf16.")
+    ] = PoolDtype.AUTO,
     http: Annotated[str, typer.Option(help="host:port of the OpenAI API; port 0 takes any.")] = "127.0.0.1:8000",
     grpc: Annotated[str, typer.Option(help="host:port of the gRPC API; port 0 takes any.")] = "127.0.0.1:8001",
     data_dir: Annotated[
@@ -54,6 +66,7 @@ def up(
     plan = ClusterPlan(
         model=model,
         dtype=dtype.value,
+        kv_dtype=kv_dtype.value,
         prefill=0 if single else prefill,
         decode=decode,
         kvstore=kvstore,

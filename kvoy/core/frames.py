@@ -31,7 +31,7 @@ class Opening:
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
     """What the payload of one frame is: blocks ``[first_block, +blocks)`` x layers ``[first_layer, +layers)``
-    x heads ``[first_head, +heads)`` of the request, laid out ``[block][layer][head][token][k|v]``."""
+    x heads ``[first_head, +heads)`` of the request, laid out ``[block][layer][head]`` tiles (KvSpec)."""
 
     key: HandoffKey
     seq: int

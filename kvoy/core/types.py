@@ -54,11 +54,13 @@ class RejectReason(StrEnum):
 
 
 class KvDtype(Enum):
-    """Element type of KV values; the value is its size in bytes and its name."""
+    """How KV values are stored: name, bytes of an element, bytes of the scales that one token has in one kv head."""
 
-    FP32 = ("fp32", 4)
-    BF16 = ("bf16", 2)
-    FP16 = ("fp16", 2)
+    FP32 = ("fp32", 4, 0)
+    BF16 = ("bf16", 2, 0)
+    FP16 = ("fp16", 2, 0)
+    INT8 = ("int8", 1, 4)
+    """Codes of one byte, and two fp16 scales: of the token's k and of its v."""
 
     @property
     def label(self) -> str:
@@ -67,6 +69,10 @@ class KvDtype(Enum):
     @property
     def item_bytes(self) -> int:
         return self.value[1]
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.value[2]
 
     @classmethod
     def of(cls, label: str) -> "KvDtype":
@@ -79,7 +85,8 @@ class KvDtype(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
-    """Shape of one block: ``[layer][kv head][token][k dims | v dims]`` of ``dtype``, contiguous."""
+    """Shape of one block: ``[layer][kv head]`` tiles, contiguous. A tile is ``[token][k dims | v dims]`` of ``dtype``,
+    then, in int8, ``[token][k scale, v scale]``."""
 
     layers: int
     kv_heads: int
@@ -90,7 +97,8 @@ class KvSpec:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block."""
-        return self.kv_heads * self.block_tokens * 2 * self.head_dim * self.dtype.item_bytes
+        token_bytes = 2 * self.head_dim * self.dtype.item_bytes + self.dtype.scale_bytes
+        return self.kv_heads * self.block_tokens * token_bytes
 
     @property
     def block_bytes(self) -> int:

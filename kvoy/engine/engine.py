@@ -12,7 +12,7 @@ import torch
 from kvoy.core.errors import ConfigError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import GREEDY, KvDtype, KvSpec, ModelInfo
-from kvoy.engine.kv_cache import TORCH_DTYPES, KvLayout, KvPool, blocks_in
+from kvoy.engine.kv_cache import KvLayout, KvPool, blocks_in
 from kvoy.engine.messages import (
     EngineSettings,
     ExportBlocks,
@@ -30,7 +30,8 @@ from kvoy.engine.slab import Slab, slot_bytes
 from kvoy.engine.spec import ModelSpec
 from kvoy.engine.weights import load_weights
 
-_DTYPES = {"fp32": KvDtype.FP32, "bf16": KvDtype.BF16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_KV_DTYPES = {"fp32": KvDtype.FP32, "bf16": KvDtype.BF16, "int8": KvDtype.INT8}
 _WARM_UP_TOKENS = 64
 
 
@@ -48,7 +49,7 @@ class Engine:
         context_tokens = min(settings.context_tokens or spec.context_tokens, spec.context_tokens)
         layout = KvLayout(kv_spec, blocks_in(settings.pool_bytes, kv_spec))
         progress(f"loading {files.name} in {settings.dtype}")
-        decoder = Decoder(spec, load_weights(files, TORCH_DTYPES[kv_spec.dtype], progress))
+        decoder = Decoder(spec, load_weights(files, _DTYPES[settings.dtype], progress))
         self._pool = KvPool(layout)
         self._runner = Runner(decoder, self._pool, context_tokens)
         self._slab = Slab(slab_fd, settings.slots, slot_bytes(settings.slot_bytes, kv_spec))
@@ -87,6 +88,8 @@ def check_settings(settings: EngineSettings) -> None:
         raise ConfigError(f"there is no device {settings.device!r} here; use cpu")
     if settings.dtype not in _DTYPES:
         raise ConfigError(f"dtype {settings.dtype!r} is not known; use {' or '.join(_DTYPES)}")
+    if settings.kv_dtype not in ("auto", *_KV_DTYPES):
+        raise ConfigError(f"kv_dtype {settings.kv_dtype!r} is not known; use auto, {', '.join(_KV_DTYPES)}")
     for name in ("block_tokens", "slots", "threads"):
         if getattr(settings, name) < 1:
             raise ConfigError(f"{name} must be at least 1, not {getattr(settings, name)}")
@@ -96,12 +99,13 @@ def check_settings(settings: EngineSettings) -> None:
 
 
 def kv_spec_of(spec: ModelSpec, settings: EngineSettings) -> KvSpec:
+    label = settings.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
     return KvSpec(
         layers=len(spec.layers),
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
         block_tokens=settings.block_tokens,
-        dtype=_DTYPES[settings.dtype],
+        dtype=_KV_DTYPES[label],
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kernels.kv_pack import KvPart, kv_pack, kv_unpack
 from kernels.paged import KvFormat, KvWire, PagedLayer, PagedPool, PoolShape, TileStrides
@@ -17,12 +16,17 @@ from kvoy.core.errors import ConfigError, InvariantError
 from kvoy.core.types import KvDtype, KvSpec
 from kvoy.engine.messages import ExportBlocks, ImportBlocks
 
-TORCH_DTYPES = {KvDtype.FP32: torch.float32, KvDtype.BF16: torch.bfloat16, KvDtype.FP16: torch.float16}
+KV_FORMATS = {
+    KvDtype.FP32: KvFormat(torch.float32),
+    KvDtype.BF16: KvFormat(torch.bfloat16),
+    KvDtype.FP16: KvFormat(torch.float16),
+    KvDtype.INT8: KvFormat(torch.int8, "token"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Where an element of the pool is: axes [block, layer, kv head, token, k | v], the last one contiguous.
+    """Where an element of the pool is: axes [block, layer, kv head, tile], the last one contiguous.
 
     ::
 
@@ -31,7 +35,7 @@ class KvLayout:
         | layer 0            | layer 1            | ...|   |
         | head 0 | head 1 |..|                    |    |   |
         +----------------------------------------------+---+----------- ...
-          head = a tile of block_tokens rows, each head_dim of k, then head_dim of v
+          head = a tile of block_tokens rows, each head_dim of k, then head_dim of v; int8: the scales after them
 
     The block is outermost, so a block is one run of bytes, and so is a layer of it: what a frame carries.
     """
@@ -46,12 +50,12 @@ class KvLayout:
 
     @property
     def strides(self) -> TileStrides:
-        """In tiles, one of which is [token, k | v] of a head."""
+        """In tiles."""
         return TileStrides(block=self.spec.layers * self.spec.kv_heads, layer=self.spec.kv_heads, head=1)
 
     @property
     def format(self) -> KvFormat:
-        return KvFormat(TORCH_DTYPES[self.spec.dtype])
+        return KV_FORMATS[self.spec.dtype]
 
 
 class KvPool:

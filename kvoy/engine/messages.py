@@ -18,13 +18,15 @@ class EngineSettings:
     model: str
     """Preset name, GGUF file, Hugging Face directory or hub id."""
     dtype: str
-    """fp32 or bf16: weights, activations and KV pool."""
+    """fp32 or bf16: weights and activations."""
     block_tokens: int
     pool_bytes: int
     """Upper bound of the KV pool; the worker reports how many blocks that gave."""
     slot_bytes: int
     slots: int
     threads: int
+    kv_dtype: str = "auto"
+    """fp32, bf16 or int8: the KV pool, and so what is shipped; auto is ``dtype``'s."""
     device: str = "cpu"
     context_tokens: int = 0
     """Cap on the context; 0 is what the model says."""

@@ -42,6 +42,7 @@ class ClusterPlan:
 
     model: str
     dtype: str
+    kv_dtype: str
     prefill: int
     decode: int
     kvstore: bool
@@ -144,7 +145,8 @@ class Cluster:
             yield Role.KVSTORE, "kvstore-0", {}
         for role, threads in ((Role.DECODE, decode_threads), (Role.PREFILL, prefill_threads)):
             for index, count in enumerate(threads):
-                flags = {"model": plan.model, "dtype": plan.dtype, "threads": str(count)}
+                formats = {"dtype": plan.dtype, "kv_dtype": plan.kv_dtype}
+                flags = {"model": plan.model, **formats, "threads": str(count)}
                 yield role, f"{role}-{index}", flags
 
     async def _start_pod(self, pod: tuple[Role, str, Mapping[str, str]]) -> None:

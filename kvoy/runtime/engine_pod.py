@@ -30,7 +30,10 @@ class EnginePodConfig(PodConfig):
     """What every pod with an engine can be told."""
 
     model: str = option("smollm2-135m", "Preset, GGUF file, Hugging Face folder or hub id.")
-    dtype: Literal["bf16", "fp32"] = option("fp32", "Number format of weights, activations and KV.")
+    dtype: Literal["bf16", "fp32"] = option("fp32", "Number format of weights and activations.")
+    kv_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
+        "auto", "Number format of the KV pool, equal in all pods; auto is dtype's, int8 holds twice as much as bf16."
+    )
     threads: int = option(0, "CPU threads of the engine; 0 is one for each core.", at_least=0)
     pool_bytes: int = option(1 << 30, "Size of the KV pool.", at_least=1)
     block_tokens: int = option(16, "Tokens of one KV block.", at_least=1)
@@ -46,6 +49,7 @@ class EnginePodConfig(PodConfig):
         return EngineSettings(
             model=self.model,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             block_tokens=self.block_tokens,
             pool_bytes=self.pool_bytes,
             slot_bytes=self.slot_bytes,

@@ -10,7 +10,7 @@ import torch
 from kvoy.core.step import DecodeRow, PrefillRow, Sampled, StepPlan
 from kvoy.core.types import GREEDY, KvDtype, KvSpec, SamplingParams
 from kvoy.engine.batch import Limits, build_batch
-from kvoy.engine.kv_cache import TORCH_DTYPES, KvLayout, KvPool
+from kvoy.engine.kv_cache import KvLayout, KvPool
 from kvoy.engine.model import Decoder
 from kvoy.engine.models import ModelFiles, resolve
 from kvoy.engine.runner import Runner
@@ -23,17 +23,26 @@ def family(name: str) -> ModelFiles:
     return resolve(str(FAMILIES / name))
 
 
-def load(files: ModelFiles, *, blocks: int, block_tokens: int, dtype: KvDtype = KvDtype.FP32) -> tuple[Decoder, KvPool]:
+def load(
+    files: ModelFiles,
+    *,
+    blocks: int,
+    block_tokens: int,
+    dtype: KvDtype = KvDtype.FP32,
+    kv_dtype: KvDtype | None = None,
+) -> tuple[Decoder, KvPool]:
+    """``dtype`` of the weights, and of the pool unless ``kv_dtype`` says otherwise."""
     spec = files.spec()
-    decoder = Decoder(spec, load_weights(files, TORCH_DTYPES[dtype]))
-    kv_spec = KvSpec(len(spec.layers), spec.kv_heads, spec.head_dim, block_tokens, dtype)
+    decoder = Decoder(spec, load_weights(files, {KvDtype.FP32: torch.float32, KvDtype.BF16: torch.bfloat16}[dtype]))
+    kv_spec = KvSpec(len(spec.layers), spec.kv_heads, spec.head_dim, block_tokens, kv_dtype or dtype)
     return decoder, KvPool(KvLayout(kv_spec, blocks))
 
 
 def poison(pool: KvPool) -> None:
-    """NaN everywhere, as if every block had had a broken owner."""
-    for layer in range(pool.layout.spec.layers):
-        pool.layer(layer).values.fill_(float("nan"))
+    """NaN everywhere (in int8: every scale), as if every block had had a broken owner."""
+    for index in range(pool.layout.spec.layers):
+        layer = pool.layer(index)
+        (layer.values if layer.scales is None else layer.scales).fill_(float("nan"))
 
 
 @dataclass(slots=True)

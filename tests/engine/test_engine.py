@@ -62,6 +62,7 @@ def test_a_slot_that_is_not_there_is_refused():
     [
         ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
         ({"dtype": "fp8"}, "dtype 'fp8' is not known; use fp32 or bf16"),
+        ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not known; use auto, fp32, bf16, int8"),
         ({"device": "abacus"}, "there is no device 'abacus' here; use cpu"),
         ({"pool_bytes": 1 << 60}, "no memory for a KV pool of"),
         ({"pool_bytes": 100}, "pool_bytes of 100 hold no KV block"),

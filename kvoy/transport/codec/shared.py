@@ -19,7 +19,12 @@ from kvoy.transport.codec import fields
 from kvoy.v1 import types_pb2 as pb
 
 KV_DTYPES = fields.EnumTable(
-    {KvDtype.FP32: pb.KV_DTYPE_FP32, KvDtype.BF16: pb.KV_DTYPE_BF16, KvDtype.FP16: pb.KV_DTYPE_FP16}
+    {
+        KvDtype.FP32: pb.KV_DTYPE_FP32,
+        KvDtype.BF16: pb.KV_DTYPE_BF16,
+        KvDtype.FP16: pb.KV_DTYPE_FP16,
+        KvDtype.INT8: pb.KV_DTYPE_INT8,
+    }
 )
 PRIORITIES = fields.EnumTable(
     {
