@@ -1,4 +1,4 @@
-"""Weights under canonical names, from GGUF or safetensors files, in the dtype asked for.
+"""Weights under canonical names, from GGUF or safetensors files, in the dtype asked for (norms always in fp32).
 
 Owns undoing what each format does to the numbers (quantisation, q/k row order, "norm + 1") and the choice between
 reading the model's own file and a converted copy in the cache. Names come from gguf_config and hf_config, the copy
@@ -17,7 +17,7 @@ from kvoy.engine import gguf_config, hf_config, weight_cache
 from kvoy.engine.gguf_file import GgufFile, TensorPlace
 from kvoy.engine.models import ModelFiles, ModelKind
 from kvoy.engine.spec import ModelSpec, weight_shapes
-from kvoy.engine.weight_cache import Safetensors, Shapes, open_safetensors
+from kvoy.engine.weight_cache import Safetensors, Stored, open_safetensors
 
 Source = Callable[[], torch.Tensor]
 """Reads one weight; its dtype is still the file's (fp32 from GGUF)."""
@@ -26,34 +26,43 @@ Source = Callable[[], torch.Tensor]
 def load_weights(
     files: ModelFiles, dtype: torch.dtype, progress: Callable[[str], None] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every weight of kvoy.engine.spec.weight_shapes, in ``dtype``, on the CPU; the caller owns the dict.
+    """Every weight of kvoy.engine.spec.weight_shapes, in ``dtype``, on the CPU; the caller owns the dict. Norms are in
+    fp32: they are few, and every number of the stream between the layers is multiplied by them.
 
     The tensors are a private mapping of a file: pages are read when they are used. The first load of a model that
     is not in ``dtype`` (fp32 or bf16) already converts it, one weight at a time, into the cache.
     """
     spec = files.spec()
-    shapes = weight_shapes(spec)
+    wanted = {
+        name: Stored(shape, torch.float32 if _is_norm(name) else dtype) for name, shape in weight_shapes(spec).items()
+    }
     sources = _gguf_sources(files, spec) if files.kind is ModelKind.GGUF else _safetensors_sources(files, spec)
-    if files.kind is ModelKind.HUGGING_FACE and (weights := _as_they_are(files, sources, shapes, dtype)) is not None:
+    if files.kind is ModelKind.HUGGING_FACE and (weights := _as_they_are(files, sources, wanted)) is not None:
         return weights
-    label = str(dtype).removeprefix("torch.")
+    label = "float32" if dtype is torch.float32 else f"{str(dtype).removeprefix('torch.')}-norms-float32"
     target = files.cache_dir / "weights" / f"{files.fingerprint()}-{label}.safetensors"
 
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in shapes.items():
-            yield name, _checked(files.path, name, sources[name](), shape).to(dtype)
+        for name, stored in wanted.items():
+            yield name, _checked(files.path, name, sources[name](), stored.shape).to(stored.dtype)
 
-    return weight_cache.load_or_write(target, shapes, dtype, converted, progress or (lambda _: None))
+    return weight_cache.load_or_write(target, wanted, converted, progress or (lambda _: None))
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm")
 
 
 def _as_they_are(
-    files: ModelFiles, sources: dict[str, Source], shapes: Shapes, dtype: torch.dtype
+    files: ModelFiles, sources: dict[str, Source], wanted: dict[str, Stored]
 ) -> dict[str, torch.Tensor] | None:
-    """The weights straight from the model's own files, when those are in ``dtype``."""
+    """The weights straight from the model's own files, when those are in the dtype that is wanted."""
     weights: dict[str, torch.Tensor] = {}
-    for name, shape in shapes.items():
-        weight = _checked(files.path, name, sources[name](), shape)
-        if weight.dtype is not dtype:
+    for name, stored in wanted.items():
+        weight = _checked(files.path, name, sources[name](), stored.shape)
+        if _is_norm(name):
+            weight = weight.float()
+        if weight.dtype is not stored.dtype:
             return None
         weights[name] = weight
     return weights
@@ -140,6 +149,6 @@ def _safetensors_source(shard: Safetensors, path: Path, tensor: str, *, add_one:
         weight = shard.get_tensor(tensor)
         if not weight.is_floating_point() or weight.element_size() < 2:
             raise ModelError(f"{path}: {tensor} is {weight.dtype}; kvoy takes fp32, fp16 or bf16 weights")
-        return (weight.float() + 1).to(weight.dtype) if add_one else weight
+        return weight.float() + 1 if add_one else weight
 
     return read

@@ -68,9 +68,21 @@ def test_conversion_rounds_once_and_is_kept(name: str, tmp_path: Path) -> None:
     exact = load_weights(files, torch.float32)
     told: list[str] = []
     first = load_weights(files, torch.bfloat16, told.append)
-    assert same(first, {key: value.bfloat16() for key, value in exact.items()})
+    assert same(first, {key: value if key.endswith("norm") else value.bfloat16() for key, value in exact.items()})
+    assert {value.dtype for value in first.values()} == {torch.float32, torch.bfloat16}
     assert same(load_weights(files, torch.bfloat16, told.append), first)
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_norms_are_fp32_beside_weights_that_are_bf16_already(name: str, tmp_path: Path) -> None:
+    folder, tensors = copied(name, tmp_path / "m")
+    save_file({key: tensor.bfloat16() for key, tensor in tensors.items()}, folder / "model.safetensors")
+    weights = load_weights(resolve(str(folder), tmp_path), torch.bfloat16)
+    assert not (tmp_path / "weights").exists()
+    stored = tensors["model.norm.weight"].bfloat16().float()
+    assert torch.equal(weights["final_norm"], stored + 1 if name == "gemma3" else stored)
+    assert weights["layers.0.q"].dtype is torch.bfloat16
 
 
 def test_shards_give_the_same_weights(tmp_path: Path) -> None:
