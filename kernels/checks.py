@@ -4,11 +4,16 @@ Checks look at shapes, dtypes and strides only, never at values: on a GPU readin
 values must satisfy (block numbers inside the pool, say) is the caller's duty and stated at each op.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kernels.paged import PagedLayer
 from kvoy.core.errors import InvariantError
+
+Attend = Callable[[Tensor, PagedLayer, float, Tensor], None]
+"""Attention over paged KV with its tables bound: q, layer, scale, out."""
 
 
 def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -115,7 +115,9 @@ class PagedPool:
         width = 2 * shape.head_dim
         axes = (shape.blocks, shape.layers, shape.kv_heads, shape.block_tokens)
         elements = self.tiles.shape[1]
-        self.values = self.tiles.as_strided((*axes, width), (*(step * elements for step in steps), width, 1))
+        self.grid = self.tiles.as_strided((*axes[:3], elements), (*(step * elements for step in steps), 1))
+        """[blocks, layers, kv heads, elements of a tile]."""
+        self.values = self.grid[..., : shape.block_tokens * width].view(*axes, width)
         """[blocks, layers, kv heads, block tokens, k | v]."""
         self.scales: Tensor | None = None
         """[blocks, layers, kv heads, block tokens, 2] fp16; int8 only."""

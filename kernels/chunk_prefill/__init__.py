@@ -1,8 +1,10 @@
 """Causal attention of several requests' chunks over paged KV: check and dispatch. The specification is reference.py."""
 
+from functools import partial
+
 from torch import Tensor
 
-from kernels.checks import require_paged, require_shape
+from kernels.checks import Attend, require_paged, require_shape
 from kernels.chunk_prefill import reference
 from kernels.paged import PagedLayer
 
@@ -21,7 +23,7 @@ class ChunkPrefill:
         require_shape("query_starts", query_starts, (kv_lengths.shape[0] + 1,))
         self._tables = (block_tables, query_starts, kv_lengths)
         self._max_queries = max_queries
-        self._plans: dict[int | None, list[reference.Chunk]] = {}
+        self._attend: dict[int | None, Attend] = {}
 
     def __call__(self, q: Tensor, kv: PagedLayer, *, scale: float, window_tokens: int | None, out: Tensor) -> None:
         """q, out [tokens, heads, head dim]; query head h uses kv head h // (heads / kv heads). Every call gives a layer
@@ -30,7 +32,14 @@ class ChunkPrefill:
         A query at position p sees keys at positions <= p, and > p - window_tokens when there is a window. Nothing of a
         block past kv_lengths[r] reaches the output, NaN included.
         """
-        if window_tokens not in self._plans:
+        if window_tokens not in self._attend:
             require_paged(q, kv, out)
-            self._plans[window_tokens] = reference.plan(*self._tables, kv, window_tokens)
-        reference.run(q, kv, self._plans[window_tokens], scale, out)
+            self._attend[window_tokens] = self._bind(q, kv, window_tokens)
+        self._attend[window_tokens](q, kv, scale, out)
+
+    def _bind(self, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Attend:
+        if not q.is_cuda:
+            return partial(reference.run, reference.plan(*self._tables, q, kv, window_tokens=window_tokens))
+        from kernels.chunk_prefill import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        return partial(kernel.run, kernel.plan(*self._tables, self._max_queries, q, window_tokens=window_tokens))

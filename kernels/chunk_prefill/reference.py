@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.paged import PagedLayer, tile_rows
+from kernels.tiles import read_tiles
 
 _PART_QUERIES = 256
 """Fewer waste less on keys that the causal mask hides, more keep the matrix units busier; 128 to 512 are much alike."""
@@ -38,17 +39,25 @@ class Chunk:
 
 
 def plan(
-    block_tables: Tensor, query_starts: Tensor, kv_lengths: Tensor, kv: PagedLayer, window_tokens: int | None
+    block_tables: Tensor,
+    query_starts: Tensor,
+    kv_lengths: Tensor,
+    q: Tensor,
+    kv: PagedLayer,
+    *,
+    window_tokens: int | None,
 ) -> list[Chunk]:
     starts = query_starts.tolist()
     spans = zip(starts, starts[1:], kv_lengths.tolist(), strict=False)
     return [
-        _chunk(slice(start, end), length, block_tables[request], kv, window_tokens)
+        _chunk(slice(start, end), length, block_tables[request], q, kv, window_tokens=window_tokens)
         for request, (start, end, length) in enumerate(spans)
     ]
 
 
-def _chunk(queries: slice, length: int, block_table: Tensor, kv: PagedLayer, window_tokens: int | None) -> Chunk:
+def _chunk(
+    queries: slice, length: int, block_table: Tensor, q: Tensor, kv: PagedLayer, *, window_tokens: int | None
+) -> Chunk:
     first_position = length - (queries.stop - queries.start)
     first_block = _first_seen(first_position, window_tokens) // kv.block_tokens
     gathered_from = first_block * kv.block_tokens
@@ -61,7 +70,7 @@ def _chunk(queries: slice, length: int, block_table: Tensor, kv: PagedLayer, win
         end = min(start + _PART_QUERIES, queries.stop)
         positions = range(first_position + start - queries.start, first_position + end - queries.start)
         keys = range(_first_seen(positions.start, window_tokens), positions.stop)
-        mask = _mask(positions, keys, window_tokens, kv.values)
+        mask = _mask(positions, keys, window_tokens, q)
         parts.append(Part(slice(start, end), slice(keys.start - gathered_from, keys.stop - gathered_from), mask))
     return Chunk(rows, parts)
 
@@ -78,9 +87,10 @@ def _mask(positions: range, keys: range, window_tokens: int | None, like: Tensor
     return later if window_tokens is None else later.add_(hidden.tril_(offset - window_tokens))
 
 
-def run(q: Tensor, kv: PagedLayer, chunks: list[Chunk], scale: float, out: Tensor) -> None:
+def run(chunks: list[Chunk], q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> None:
     for chunk in chunks:
-        tokens = kv.tiles.index_select(0, chunk.rows).view(1, kv.kv_heads, -1, 2 * kv.head_dim)
+        gathered = read_tiles(kv.tiles.index_select(0, chunk.rows), kv.format, kv.head_dim).to(q.dtype)
+        tokens = gathered.view(1, kv.kv_heads, -1, 2 * kv.head_dim)
         for part in chunk.parts:
             k, v = tokens[:, :, part.keys].chunk(2, -1)  # [1, kv heads, keys, head dim]
             queries = q[part.queries].transpose(0, 1).unsqueeze(0)  # [1, heads, queries, head dim]

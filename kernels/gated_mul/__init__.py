@@ -16,10 +16,20 @@ def _check(gate_up: Tensor, out: Tensor) -> None:
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """Write silu(gate) * up to out [tokens, ffn], for gate_up [tokens, gate | up]."""
     _check(gate_up, out)
-    reference.silu_mul(gate_up, out)
+    if out.is_cuda:
+        from kernels.gated_mul import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        kernel.silu_mul(gate_up, out)
+    else:
+        reference.silu_mul(gate_up, out)
 
 
 def gelu_tanh_mul(gate_up: Tensor, out: Tensor) -> None:
     """Write gelu(gate) * up, gelu in its tanh form, to out [tokens, ffn], for gate_up [tokens, gate | up]."""
     _check(gate_up, out)
-    reference.gelu_tanh_mul(gate_up, out)
+    if out.is_cuda:
+        from kernels.gated_mul import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        kernel.gelu_tanh_mul(gate_up, out)
+    else:
+        reference.gelu_tanh_mul(gate_up, out)

@@ -23,19 +23,29 @@ class KvPart:
 
 def kv_pack(pool: PagedPool, blocks: Tensor, part: KvPart, valid_tokens: int, wire: KvWire) -> None:
     """wire.tiles[i, l, h] = the tile of block blocks[i], layer part.first_layer + l, head part.first_head + h; bit for
-    bit, scales included, when both formats are the same. Token positions >= valid_tokens, counted over the listed
-    blocks, become zeros.
+    bit, scales included, when both formats are the same, else through fp32. Token positions >= valid_tokens, counted
+    over the listed blocks, become zeros, scales of theirs too, and count in no scale.
 
     blocks [n] int64, inside the pool (the caller's duty); wire.tiles [n, part.layers, part.heads, bytes of a tile].
     """
     _check(pool, blocks, part, wire)
-    reference.kv_pack(pool, blocks, part, valid_tokens, wire)
+    if wire.tiles.is_cuda:
+        from kernels.kv_pack import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        kernel.kv_pack(pool, blocks, part, valid_tokens, wire)
+    else:
+        reference.kv_pack(pool, blocks, part, valid_tokens, wire)
 
 
 def kv_unpack(wire: KvWire, blocks: Tensor, part: KvPart, pool: PagedPool) -> None:
     """The tiles of the pool from the wire's: the inverse of kv_pack. ``blocks`` all differ."""
     _check(pool, blocks, part, wire)
-    reference.kv_unpack(wire, blocks, part, pool)
+    if wire.tiles.is_cuda:
+        from kernels.kv_pack import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        kernel.kv_unpack(wire, blocks, part, pool)
+    else:
+        reference.kv_unpack(wire, blocks, part, pool)
 
 
 def _check(pool: PagedPool, blocks: Tensor, part: KvPart, wire: KvWire) -> None:
@@ -48,5 +58,5 @@ def _check(pool: PagedPool, blocks: Tensor, part: KvPart, wire: KvWire) -> None:
     require_shape("wire", wire.tiles, (blocks.shape[0], part.layers, part.heads, tile_bytes))
     if wire.tiles.dtype != torch.uint8 or not wire.tiles.is_contiguous():
         raise InvariantError("the wire side of a block copy is not contiguous bytes")
-    if wire.format != pool.format:
-        raise InvariantError(f"KV of {pool.format} does not become {wire.format}")
+    if wire.format != pool.format and wire.format.scales != "none" != pool.format.scales:
+        raise InvariantError(f"KV of {pool.format} does not become {wire.format}: it would be rounded twice")

@@ -1,6 +1,8 @@
 """New keys and values into their places in the paged pool: check and dispatch. The specification is reference.py."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -36,17 +38,24 @@ class KvWrite:
 
     def __init__(self, slots: Tensor) -> None:
         self._slots = slots
-        self._plan: reference.Plan | None = None
+        self._run: Callable[[Tensor, Angles, PagedLayer, QkNorm | None], None] | None = None
 
     def __call__(self, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None = None) -> None:
         """Norm (if any) and rotate q and k in place in qkv [tokens, heads + 2 * kv heads, head dim], which lie in the
         order q, k, v; write k and v. The rotation is in fp32 and half-split: the halves (a, b) of a head become
         (a cos - b sin, b cos + a sin). Every call gives a layer of the same pool.
         """
-        if self._plan is None:
+        if self._run is None:
             self._check(qkv, angles, kv)
-            self._plan = reference.plan(self._slots, kv)
-        reference.run(qkv, angles, kv, norms, self._plan)
+            self._run = self._bind(qkv, kv)
+        self._run(qkv, angles, kv, norms)
+
+    def _bind(self, qkv: Tensor, kv: PagedLayer) -> Callable[[Tensor, Angles, PagedLayer, QkNorm | None], None]:
+        if not qkv.is_cuda:
+            return partial(reference.run, reference.plan(self._slots, kv))
+        from kernels.kv_write import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        return partial(kernel.run, self._slots)
 
     def _check(self, qkv: Tensor, angles: Angles, kv: PagedLayer) -> None:
         tokens, half = self._slots.shape[0], kv.head_dim // 2

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kernels.int8 import quantise
 from kernels.paged import PagedLayer, place_rows
 from kernels.rms_norm import reference as rms_norm
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 class Plan:
     """Where the tokens go, the same in every layer."""
 
+    slots: Tensor
     rows: Tensor
     """Of PagedLayer.places."""
     tokens: Tensor | None
@@ -31,11 +33,11 @@ class Plan:
 def plan(slots: Tensor, kv: PagedLayer) -> Plan:
     real = (slots >= 0).nonzero().view(-1)
     if real.shape[0] == slots.shape[0]:
-        return Plan(place_rows(kv, slots), None)
-    return Plan(place_rows(kv, slots[real]), real)
+        return Plan(slots, place_rows(kv, slots), None)
+    return Plan(slots[real], place_rows(kv, slots[real]), real)
 
 
-def run(qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None, where: Plan) -> None:
+def run(where: Plan, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None) -> None:
     tokens, rows, head_dim = qkv.shape
     heads, kv_heads = rows - 2 * kv.kv_heads, kv.kv_heads
     if norms is not None:
@@ -47,7 +49,20 @@ def run(qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None, where
         some = slice(first, first + _ROTATE_TOKENS)
         _rotate(qkv[some, : heads + kv_heads], cos[some], sin[some])
     new = qkv[:, heads:] if where.tokens is None else qkv[where.tokens, heads:]
-    kv.places.index_copy_(0, where.rows, new.view(new.shape[0], 2, kv_heads, head_dim))
+    new = new.view(new.shape[0], 2, kv_heads, head_dim)
+    if kv.scales is None:
+        kv.places.index_copy_(0, where.rows, new)
+    else:
+        _store_int8(where.slots, new.transpose(1, 2), kv, kv.scales)
+
+
+def _store_int8(slots: Tensor, new: Tensor, kv: PagedLayer, scales: Tensor) -> None:
+    """``new`` [tokens, kv heads, k | v, head dim]."""
+    codes, scale = quantise(new, -1)
+    blocks = slots.div(kv.block_tokens, rounding_mode="floor")
+    places = slots - blocks * kv.block_tokens
+    kv.values[blocks, :, places] = codes.flatten(2)
+    scales[blocks, :, places] = scale.squeeze(-1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -1,8 +1,10 @@
 """Attention of single queries over paged KV, ragged lengths: check and dispatch. The specification is reference.py."""
 
+from functools import partial
+
 from torch import Tensor
 
-from kernels.checks import require_paged, require_shape
+from kernels.checks import Attend, require_paged, require_shape
 from kernels.paged import PagedLayer
 from kernels.paged_decode import reference
 
@@ -20,7 +22,7 @@ class PagedDecode:
         require_shape("block_tables", block_tables, (kv_lengths.shape[0], block_tables.shape[-1]))
         self._tables = (block_tables, kv_lengths)
         self._max_kv_tokens = max_kv_tokens
-        self._plans: dict[int | None, list[reference.Group]] = {}
+        self._attend: dict[int | None, Attend] = {}
 
     def __call__(self, q: Tensor, kv: PagedLayer, *, scale: float, window_tokens: int | None, out: Tensor) -> None:
         """q, out [rows, heads, head dim]; query head h uses kv head h // (heads / kv heads). Every call gives a layer
@@ -29,8 +31,15 @@ class PagedDecode:
         A row sees its last ``window_tokens`` tokens, or all when there is no window. Nothing of a block past
         kv_lengths[r] reaches the output, NaN included. A row alone gives the same bits as in any batch.
         """
-        if window_tokens not in self._plans:
+        if window_tokens not in self._attend:
             require_paged(q, kv, out)
             require_shape("q", q, (self._tables[1].shape[0], *q.shape[1:]))
-            self._plans[window_tokens] = reference.plan(*self._tables, kv, window_tokens)
-        reference.run(q, kv, self._plans[window_tokens], scale, out)
+            self._attend[window_tokens] = self._bind(q, kv, window_tokens)
+        self._attend[window_tokens](q, kv, scale, out)
+
+    def _bind(self, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Attend:
+        if not q.is_cuda:
+            return partial(reference.run, reference.plan(*self._tables, q, kv, window_tokens))
+        from kernels.paged_decode import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        return partial(kernel.run, kernel.plan(*self._tables, self._max_kv_tokens, q, kv, window_tokens=window_tokens))

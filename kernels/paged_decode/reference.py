@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.paged import PagedLayer, tile_rows
+from kernels.tiles import read_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,15 @@ class Group:
     gathered: Tensor
     """[tiles, elements of a tile]: a copy of those tiles."""
     tokens: Tensor
-    """The same memory, [members * kv heads * keys, k | v]."""
-    k: Tensor  # [members, kv heads, keys, head dim], the same memory
+    """The same numbers, [members * kv heads * keys, k | v]; of a float pool, the same memory."""
+    k: Tensor  # [members, kv heads, keys, head dim], the same memory as tokens
     v: Tensor
     hidden: Tensor
     """Rows of ``tokens`` that are padding."""
     mask: Tensor  # [members, 1, 1, keys], additive
 
 
-def plan(block_tables: Tensor, kv_lengths: Tensor, kv: PagedLayer, window_tokens: int | None) -> list[Group]:
+def plan(block_tables: Tensor, kv_lengths: Tensor, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> list[Group]:
     first_keys = torch.zeros_like(kv_lengths) if window_tokens is None else (kv_lengths - window_tokens).clamp_(min=0)
     first_blocks = first_keys.div(kv.block_tokens, rounding_mode="floor")
     last_blocks = (kv_lengths - 1).div(kv.block_tokens, rounding_mode="floor")
@@ -47,7 +48,7 @@ def plan(block_tables: Tensor, kv_lengths: Tensor, kv: PagedLayer, window_tokens
         first_positions = first_blocks[index].mul(kv.block_tokens).unsqueeze(1)
         positions = first_positions + torch.arange(width * kv.block_tokens, device=kv_lengths.device)
         hidden = (positions >= kv_lengths[index].unsqueeze(1)).logical_or_(positions < first_keys[index].unsqueeze(1))
-        groups.append(_group(None if len(members) == len(kv_lengths) else index, blocks, hidden, kv))
+        groups.append(_group(None if len(members) == len(kv_lengths) else index, blocks, hidden, q, kv))
     return groups
 
 
@@ -63,19 +64,21 @@ def _by_width(spans: list[int]) -> dict[int, list[int]]:
     return groups
 
 
-def _group(members: Tensor | None, blocks: Tensor, hidden: Tensor, kv: PagedLayer) -> Group:
+def _group(members: Tensor | None, blocks: Tensor, hidden: Tensor, q: Tensor, kv: PagedLayer) -> Group:
     """``hidden`` [members, keys]: the gathered keys that the member's query does not see."""
     count, keys = hidden.shape
-    mask = torch.zeros((count, 1, 1, keys), dtype=kv.values.dtype, device=kv.values.device)
+    mask = q.new_zeros((count, 1, 1, keys))
     mask.masked_fill_(hidden.view(count, 1, 1, keys), float("-inf"))
     rows = tile_rows(kv, blocks)
     gathered = kv.tiles.new_empty((rows.shape[0], kv.tiles.shape[1]))
-    k, v = gathered.view(count, kv.kv_heads, keys, 2 * kv.head_dim).chunk(2, -1)
+    shape = (count * kv.kv_heads * keys, 2 * kv.head_dim)
+    tokens = gathered.view(shape) if kv.scales is None else q.new_empty(shape)
+    k, v = tokens.view(count, kv.kv_heads, keys, 2 * kv.head_dim).chunk(2, -1)
     hidden_rows = hidden.unsqueeze(1).expand(count, kv.kv_heads, keys).reshape(-1).nonzero().view(-1)
-    return Group(members, rows, gathered, gathered.view(-1, 2 * kv.head_dim), k, v, hidden_rows, mask)
+    return Group(members, rows, gathered, tokens, k, v, hidden_rows, mask)
 
 
-def run(q: Tensor, kv: PagedLayer, groups: list[Group], scale: float, out: Tensor) -> None:
+def run(groups: list[Group], q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> None:
     if sum(group.mask.shape[0] for group in groups) < q.shape[0]:
         out.zero_()
     for group in groups:
@@ -88,6 +91,8 @@ def run(q: Tensor, kv: PagedLayer, groups: list[Group], scale: float, out: Tenso
 def _attend(q: Tensor, kv: PagedLayer, group: Group, scale: float) -> Tensor:
     count, heads, head_dim = q.shape
     torch.index_select(kv.tiles, 0, group.rows, out=group.gathered)
+    if kv.scales is not None:
+        group.tokens.copy_(read_tiles(group.gathered, kv.format, kv.head_dim).view(group.tokens.shape))
     # A mask alone would let a NaN of a block's earlier owner through, for 0 * NaN is NaN.
     group.tokens.index_fill_(0, group.hidden, 0)
     folded = q.reshape(count, kv.kv_heads, heads // kv.kv_heads, head_dim)

@@ -9,19 +9,31 @@ from kernels.rms_norm import reference
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """Write x / sqrt(mean(x^2) + eps) * weight to ``out``: computed in fp32, rounded once.
 
-    x, out [..., dim] of any strides with a contiguous last axis; ``out`` may be ``x``. weight [dim]. Each may be of
-    another float dtype.
+    x, out [rows, dim] or [rows, heads, dim] of any strides with a contiguous last axis; ``out`` may be ``x``. weight
+    [dim]. Each may be of another float dtype.
     """
     _check(x, weight, out)
-    reference.rms_norm(x, weight, eps, out)
+    if x.is_cuda:
+        from kernels.rms_norm import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        kernel.rms_norm(x, weight, eps, out)
+    else:
+        reference.rms_norm(x, weight, eps, out)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Add x to ``residual``, rounded to its dtype, and write the norm of the sum to ``out``, as rms_norm does."""
+    """Add x to ``residual``, rounded to its dtype, and write the norm of the sum to ``out``, as rms_norm does. All
+    [rows, dim].
+    """
     _check(residual, weight, out)
     require_shape("x", x, tuple(residual.shape))
     require_unit_stride("x", x)
-    reference.add_rms_norm(x, residual, weight, eps, out)
+    if x.is_cuda:
+        from kernels.rms_norm import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
+
+        kernel.add_rms_norm(x, residual, weight, eps, out)
+    else:
+        reference.add_rms_norm(x, residual, weight, eps, out)
 
 
 def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.paged import KvFormat, PagedPool, PoolShape, TileStrides
+from kernels.paged import KvFormat, PagedPool, PoolShape
+from tests.kernels.oracle import poison, pool_of, quantised
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_TOKENS = 2, 3, 8, 4
 HEADS = KV_HEADS * GROUP
@@ -14,11 +15,15 @@ GUARD = 7
 class PagedCase:
     """KV of several requests, scattered over shuffled blocks of one layer of a pool whose other elements are NaN."""
 
-    def __init__(self, lengths: list[int], dtype: torch.dtype, order: str = "BLHNC") -> None:
+    def __init__(
+        self, lengths: list[int], dtype: torch.dtype, order: str = "BLHNC", fmt: KvFormat | None = None
+    ) -> None:
+        """``fmt``: of the pool; ``dense`` is then what its bytes mean, in ``dtype``."""
         self.lengths = lengths
         spans = [-(-n // BLOCK_TOKENS) for n in lengths]
         shuffled = torch.randperm(sum(spans) + 3).tolist()
-        self.pool = poisoned_pool(len(shuffled), layers=3, dtype=dtype, order=order)
+        fmt = fmt or KvFormat(dtype)
+        self.pool = poison(pool_of(fmt, PoolShape(len(shuffled), 3, KV_HEADS, BLOCK_TOKENS, HEAD_DIM), order))
         self.kv = self.pool.layer(1)
         self.dense = [torch.randn(n, KV_HEADS, 2 * HEAD_DIM).to(dtype) for n in lengths]
         self.tables = torch.full((len(lengths), max(spans) + 2), 2**31 - 1, dtype=torch.int32)
@@ -26,8 +31,18 @@ class PagedCase:
             self.tables[row, :span] = torch.tensor([shuffled.pop() for _ in range(span)])
             for position in range(lengths[row]):
                 block = int(self.tables[row, position // BLOCK_TOKENS])
-                self.kv.values[block, :, position % BLOCK_TOKENS] = self.dense[row][position]
+                self._store(row, position, self.kv.values[block, :, position % BLOCK_TOKENS], block)
         self.kv_lengths = torch.tensor(lengths, dtype=torch.int32)
+
+    def _store(self, row: int, position: int, place: Tensor, block: int) -> None:
+        token = self.dense[row][position]
+        if self.kv.scales is None:
+            place.copy_(token)
+            return
+        codes, scales = map(torch.from_numpy, quantised(token.unflatten(1, (2, HEAD_DIM)), -1))
+        place.copy_(codes.flatten(1))
+        self.kv.scales[block, :, position % BLOCK_TOKENS] = scales.squeeze(-1)
+        token.copy_((codes * scales.double()).flatten(1))
 
     def expected(self, row: int, q: Tensor, window_tokens: int | None) -> Tensor:
         """Float64 attention of q [queries, heads, head dim], the last queries of the row."""
@@ -45,15 +60,7 @@ class PagedCase:
 
 def poisoned_pool(blocks: int, layers: int, dtype: torch.dtype, order: str = "BLHNC") -> PagedPool:
     """NaN pool whose axes block, layer and kv head lie in memory in ``order``."""
-    sizes, steps, step = {"B": blocks, "L": layers, "H": KV_HEADS}, {}, 1
-    for axis in reversed(order[:3]):
-        steps[axis] = step
-        step *= sizes[axis]
-    fmt, shape = KvFormat(dtype), PoolShape(blocks, layers, KV_HEADS, BLOCK_TOKENS, HEAD_DIM)
-    buffer = torch.zeros(step * fmt.tile_bytes(BLOCK_TOKENS, HEAD_DIM), dtype=torch.uint8)
-    pool = PagedPool(buffer, fmt, shape, TileStrides(steps["B"], steps["L"], steps["H"]))
-    pool.values.fill_(float("nan"))
-    return pool
+    return poison(pool_of(KvFormat(dtype), PoolShape(blocks, layers, KV_HEADS, BLOCK_TOKENS, HEAD_DIM), order))
 
 
 class Guarded:
