@@ -1,22 +1,19 @@
 """SmolLM2 in fp32 says, token for token, what transformers says, however the prompts are cut, batched and placed."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from kvoy.core.step import PrefillRow, StepPlan
-from kvoy.core.types import GREEDY, KvDtype, SamplingParams
+from kvoy.core.types import GREEDY, KvDtype
 from kvoy.engine.kv_cache import KvPool
 from kvoy.engine.runner import Runner
-from tests.engine.running import Prompt, load, poison, run_all, step
+from tests.engine.golden_case import CHUNKS, WITH_LOGPROBS, check_alone, check_crowd, golden
+from tests.engine.running import Prompt, load, poison, step
 
-CASES = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())["cases"]
+CASES = golden("smollm2")
 SHORT = [case for case in CASES if len(case["prompt_ids"]) < 1000]
-WITH_LOGPROBS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1, top_logprobs=0)
 BLOCK_TOKENS = 16
-BLOCKS = 420
+BLOCKS = 600
 
 
 @pytest.fixture(scope="module")
@@ -27,43 +24,19 @@ def engine(smollm2) -> tuple[Runner, KvPool]:
     return Runner(decoder, pool, context_tokens=8192), pool
 
 
-def prompts(cases: list[dict]) -> list[Prompt]:
-    return [
-        Prompt(case["id"], tuple(case["prompt_ids"]), len(case["output_ids"]), sampling=WITH_LOGPROBS) for case in cases
-    ]
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_alone(engine, chunk_tokens):
+    check_alone(engine, [case for case in CASES if len(case["prompt_ids"]) < 2000], chunk_tokens)
 
 
-def check(done: list[Prompt], cases: list[dict]) -> None:
-    for prompt, case in zip(done, cases, strict=True):
-        assert prompt.output_ids == case["output_ids"], prompt.name
-        logprobs = [one.logprob.logprob for one in prompt.sampled]
-        assert logprobs == pytest.approx(case["logprobs"], abs=1e-3), prompt.name
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_in_a_batch_of_32(engine, chunk_tokens):
+    short = [case for case in CASES if len(case["prompt_ids"]) < 40 and len(case["output_ids"]) > 40]
+    check_crowd(engine, CASES, short, chunk_tokens)
 
 
-def test_whole_prompts_eight_at_a_time(engine):
-    cases = [case for case in CASES if len(case["prompt_ids"]) < 2000]
-    todo = prompts(cases)
-    run_all(*engine, todo, chunk_tokens=10_000, at_once=8)
-    check(todo, cases)
-
-
-def test_all_prompts_in_chunks_beside_decode_rows(engine):
-    todo = prompts(CASES[::-1])
-    run_all(*engine, todo, chunk_tokens=500, at_once=8)
-    check(todo, CASES[::-1])
-
-
-def test_short_prompts_in_chunks_smaller_than_a_block(engine):
-    todo = prompts(SHORT)
-    run_all(*engine, todo, chunk_tokens=7, at_once=8)
-    check(todo, SHORT)
-
-
-def test_one_prompt_alone(engine):
-    alone = [case for case in CASES if case["id"] in {"chat_france", "chat_turns3", "one_token"}]
-    todo = prompts(alone)
-    run_all(*engine, todo, chunk_tokens=10_000, at_once=1)
-    check(todo, alone)
+def test_chunks_smaller_than_a_block(engine):
+    check_alone(engine, SHORT[:4], 7)
 
 
 def test_bf16_answers_the_same_where_the_margin_allows(smollm2):
