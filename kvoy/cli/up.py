@@ -16,6 +16,14 @@ from kvoy.core.types import Role
 from kvoy.runtime.cluster import ClusterPlan, Endpoints
 
 
+class Device(StrEnum):
+    """Where an engine computes."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    AUTO = "auto"
+
+
 class Dtype(StrEnum):
     """Number format of weights and activations."""
 
@@ -44,6 +52,12 @@ def up(
     kv_dtype: Annotated[
         PoolDtype, typer.Option(help="Number format of the KV; auto is that of --dtype, int8 takes half of bf16.")
     ] = PoolDtype.AUTO,
+    device: Annotated[
+        Device, typer.Option(help="Where engines compute; auto is a GPU if all that it needs is there, else the CPU.")
+    ] = Device.AUTO,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Prove that no output depends on what else is served; fp32 only.")
+    ] = False,
     http: Annotated[str, typer.Option(help="host:port of the OpenAI API; port 0 takes any.")] = "127.0.0.1:8000",
     grpc: Annotated[str, typer.Option(help="host:port of the gRPC API; port 0 takes any.")] = "127.0.0.1:8001",
     data_dir: Annotated[
@@ -76,6 +90,8 @@ def up(
         redis_url=redis_url,
         nats_url=nats_url,
         overrides=parse_overrides(set_ or []),
+        deterministic=deterministic,
+        device=device.value,
     )
     return run_cluster(plan, data_dir, _serve)
 

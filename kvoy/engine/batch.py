@@ -1,11 +1,14 @@
 """A StepPlan as tensors and ops. All of it is checked first: a malformed plan is an InvariantError, nothing is written.
 
-Tokens of all rows lie one after the other, prefill rows first, in plan order. Knows nothing of models or memory.
+``lay_out`` checks and packs on the host, ``StepLayout.bind`` makes the ops over what arrived on the device. Tokens of
+all rows lie one after the other, prefill rows first, in plan order. Knows nothing of models or memory.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +18,10 @@ from kernels.paged_decode import PagedDecode
 from kvoy.core.errors import InvariantError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import SamplingParams
+from kvoy.engine.packing import Packed, Section
+
+_TABLE_BLOCKS = 16
+"""Tables are a multiple of this wide: kernels are compiled anew for a width that is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,15 @@ class Limits:
     context_tokens: int
     block_tokens: int
     pool_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The size that a captured graph was made for: a step of decode rows is filled up to it."""
+
+    rows: int
+    kv_tokens: int
+    """Most tokens of KV that a row may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,54 +60,102 @@ class Batch:
     positions: Tensor  # [tokens] int64
     prefill_tokens: int
     kv_write: KvWrite  # of all tokens
-    chunk_prefill: ChunkPrefill  # of the first prefill_tokens
+    chunk_prefill: ChunkPrefill | None  # of the first prefill_tokens; None: there are none
     paged_decode: PagedDecode  # of the others
     sample_rows: Tensor  # [samples] int64: the tokens whose logits are wanted
-    samples: tuple[SampleAt, ...]  # in the order of sample_rows
 
     @property
     def tokens(self) -> int:
         return self.token_ids.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Of the prefill rows or of the decode rows."""
+
+    block_tables: Section  # [rows, width] int32, zeros past a row's own blocks
+    width: int
+    kv_lengths: Section  # [rows] int32, the row's own new tokens included
+
+    def of(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        kv_lengths = self.kv_lengths.of(memory)
+        return self.block_tables.of(memory).view(kv_lengths.shape[0], self.width), kv_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """A checked plan: its arrays in ``packed``, where each of them is, and what the host itself must know."""
+
+    packed: Packed
+    samples: tuple[SampleAt, ...]
+    """In the order of sample_rows; padding has none."""
+    token_ids: Section
+    positions: Section
+    slots: Section
+    sample_rows: Section
+    query_starts: Section  # [prefill rows + 1] int32
+    chunks: _Tables
+    decodes: _Tables
+    prefill_tokens: int
+    longest_chunk: int
+    longest_kv: int
+    """Bounds the decode rows' kv_lengths."""
+
+    def bind(self, memory: Tensor) -> Batch:
+        """The batch over ``memory``, to which ``packed`` was written."""
+        chunk_prefill = None
+        if self.prefill_tokens:
+            tables, kv_lengths = self.chunks.of(memory)
+            chunk_prefill = ChunkPrefill(tables, self.query_starts.of(memory), kv_lengths, self.longest_chunk)
+        return Batch(
+            token_ids=self.token_ids.of(memory),
+            positions=self.positions.of(memory),
+            prefill_tokens=self.prefill_tokens,
+            kv_write=KvWrite(self.slots.of(memory)),
+            chunk_prefill=chunk_prefill,
+            paged_decode=PagedDecode(*self.decodes.of(memory), self.longest_kv),
+            sample_rows=self.sample_rows.of(memory),
+        )
+
+
 def build_batch(plan: StepPlan, limits: Limits) -> Batch:
-    """The tensors of a plan that has at least one row; InvariantError if any row of it is malformed."""
+    """The batch of a plan in the host's memory."""
+    layout = lay_out(plan, limits)
+    memory = bytearray(layout.packed.size_bytes)
+    layout.packed.write(memoryview(memory))
+    return layout.bind(torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def lay_out(plan: StepPlan, limits: Limits, padding: Padding | None = None) -> StepLayout:
+    """A plan that has at least one row; InvariantError if any row of it is malformed. ``padding`` takes a plan of
+    decode rows that fit it, and gives the same sections, at the same places, for every such plan."""
     rows = [_row(row, limits) for row in (*plan.prefill, *map(_chunk_of_one, plan.decode))]
     if not rows:
         raise InvariantError(f"step {plan.step_id} has no rows")
-    starts = np.cumsum([0] + [len(row.token_ids) for row in rows])
-    slots = np.concatenate([row.slots for row in rows])
-    if len(np.unique(slots)) < len(slots):
+    slots = [slot for row in rows for slot in row.slots]
+    if len(set(slots)) < len(slots):
         raise InvariantError(f"two tokens of step {plan.step_id} have the same place in the pool")
-    chunks = len(plan.prefill)
-    query_starts = torch.from_numpy(starts[: chunks + 1].astype(np.int32))
-    longest_chunk = max((len(row.token_ids) for row in rows[:chunks]), default=0)
-    longest_kv = max((int(row.positions[-1]) + 1 for row in rows[chunks:]), default=0)
-    sampled = [index for index, row in enumerate(rows) if row.sample is not None]
-    return Batch(
-        token_ids=torch.from_numpy(np.concatenate([row.token_ids for row in rows])),
-        positions=torch.from_numpy(np.concatenate([row.positions for row in rows])),
-        prefill_tokens=int(starts[chunks]),
-        kv_write=KvWrite(torch.from_numpy(slots)),
-        chunk_prefill=ChunkPrefill(_tables(rows[:chunks]), query_starts, _kv_lengths(rows[:chunks]), longest_chunk),
-        paged_decode=PagedDecode(_tables(rows[chunks:]), _kv_lengths(rows[chunks:]), longest_kv),
-        sample_rows=torch.from_numpy(starts[1:][sampled] - 1),
-        samples=tuple(row.sample for row in rows if row.sample is not None),
-    )
+    return _lay_out(rows, len(plan.prefill), limits, padding)
 
 
-Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
+def lay_out_padding(padding: Padding, limits: Limits) -> StepLayout:
+    """Rows of padding only, which read and write nothing: what a graph is captured with."""
+    return _lay_out([], 0, limits, padding)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     """A checked row; to this file a decode row is a chunk of one token."""
 
-    token_ids: Integers
-    positions: Integers
-    slots: Integers
-    table: Integers
+    token_ids: Sequence[int]
+    positions: range
+    slots: Sequence[int]
+    table: Sequence[int]
+    """Of its blocks that hold tokens."""
     sample: SampleAt | None
+
+
+_PADDING_ROW = _Row((0,), range(1), (-1,), (), None)
 
 
 def _chunk_of_one(row: DecodeRow) -> PrefillRow:
@@ -100,29 +164,64 @@ def _chunk_of_one(row: DecodeRow) -> PrefillRow:
 
 def _row(row: PrefillRow, limits: Limits) -> _Row:
     start, end = row.start, row.start + len(row.token_ids)
+    table = row.block_table
     if start < 0 or end <= start or end > limits.context_tokens:
         raise InvariantError(f"{row.request_id}: tokens [{start}, {end}) in a context of {limits.context_tokens}")
-    if len(row.block_table) * limits.block_tokens < end:
-        raise InvariantError(f"{row.request_id}: {len(row.block_table)} blocks do not cover {end} tokens")
-    ids, table = np.array(row.token_ids), np.array(row.block_table)
-    if ids.min() < 0 or ids.max() >= limits.vocab_tokens:
+    if len(table) * limits.block_tokens < end:
+        raise InvariantError(f"{row.request_id}: {len(table)} blocks do not cover {end} tokens")
+    if min(row.token_ids) < 0 or max(row.token_ids) >= limits.vocab_tokens:
         raise InvariantError(f"{row.request_id}: a token id outside a vocabulary of {limits.vocab_tokens}")
-    if table.min() < 0 or table.max() >= limits.pool_blocks:
+    if min(table) < 0 or max(table) >= limits.pool_blocks:
         raise InvariantError(f"{row.request_id}: a block outside a pool of {limits.pool_blocks}")
-    positions = np.arange(start, end)
-    slots = table[positions // limits.block_tokens] * limits.block_tokens + positions % limits.block_tokens
     sample = None if row.sampling is None else SampleAt(row.request_id, row.sampling, end)
-    return _Row(ids, positions, slots, table[: -(-end // limits.block_tokens)], sample)
+    covering = table[: -(-end // limits.block_tokens)]
+    return _Row(row.token_ids, range(start, end), _slots(start, end, table, limits.block_tokens), covering, sample)
 
 
-def _tables(rows: list[_Row]) -> Tensor:
-    """[rows, blocks] int32, zeros past a row's own blocks."""
-    tables = np.zeros((len(rows), max((len(row.table) for row in rows), default=0)), np.int32)
+def _slots(start: int, end: int, table: Sequence[int], block_tokens: int) -> list[int]:
+    """Places in the pool of the positions [start, end), a run a block."""
+    slots: list[int] = []
+    while start < end:
+        block, place = divmod(start, block_tokens)
+        count = min(block_tokens - place, end - start)
+        first = table[block] * block_tokens + place
+        slots.extend(range(first, first + count))
+        start += count
+    return slots
+
+
+def _lay_out(rows: list[_Row], chunks: int, limits: Limits, padding: Padding | None) -> StepLayout:
+    samples = tuple(row.sample for row in rows if row.sample is not None)
+    longest_kv = max((row.positions.stop for row in rows[chunks:]), default=0)
+    if padding is not None:
+        if chunks or len(rows) > padding.rows or longest_kv > padding.kv_tokens:
+            raise InvariantError(f"{len(rows)} rows, {chunks} of them chunks, of {longest_kv} tokens: not in {padding}")
+        rows = rows + [_PADDING_ROW] * (padding.rows - len(rows))
+        longest_kv = padding.kv_tokens
+    starts = list(accumulate((len(row.token_ids) for row in rows), initial=0))
+    last_tokens = [end - 1 for row, end in zip(rows, starts[1:], strict=True) if padding or row.sample is not None]
+    packed = Packed()
+    return StepLayout(
+        packed=packed,
+        samples=samples,
+        token_ids=packed.add(array("q", [token for row in rows for token in row.token_ids])),
+        positions=packed.add(array("q", [position for row in rows for position in row.positions])),
+        slots=packed.add(array("q", [slot for row in rows for slot in row.slots])),
+        sample_rows=packed.add(array("q", last_tokens)),
+        query_starts=packed.add(array("i", starts[: chunks + 1])),
+        chunks=_tables(packed, rows[:chunks], 0),
+        decodes=_tables(packed, rows[chunks:], 0 if padding is None else -(-longest_kv // limits.block_tokens)),
+        prefill_tokens=starts[chunks],
+        longest_chunk=max((len(row.token_ids) for row in rows[:chunks]), default=0),
+        longest_kv=longest_kv,
+    )
+
+
+def _tables(packed: Packed, rows: Sequence[_Row], least_width: int) -> _Tables:
+    width = max((len(row.table) for row in rows), default=0)
+    width = -(-max(width, least_width) // _TABLE_BLOCKS) * _TABLE_BLOCKS
+    tables = array("i", bytes(4 * len(rows) * width))
     for index, row in enumerate(rows):
-        tables[index, : len(row.table)] = row.table
-    return torch.from_numpy(tables)
-
-
-def _kv_lengths(rows: list[_Row]) -> Tensor:
-    """[rows] int32, the row's own new tokens included."""
-    return torch.from_numpy(np.array([row.positions[-1] + 1 for row in rows], np.int32))
+        tables[index * width : index * width + len(row.table)] = array("i", row.table)
+    kv_lengths = array("i", [row.positions.stop if row.table else 0 for row in rows])
+    return _Tables(packed.add(tables), width, packed.add(kv_lengths))

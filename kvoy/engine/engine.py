@@ -4,6 +4,7 @@ Owns everything that takes memory. Knows nothing of processes, sockets or signal
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
@@ -11,7 +12,9 @@ import torch
 
 from kvoy.core.errors import ConfigError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
-from kvoy.core.types import GREEDY, KvDtype, KvSpec, ModelInfo
+from kvoy.core.types import GREEDY, KvSpec, ModelInfo
+from kvoy.engine.device import Device, Mark, choose
+from kvoy.engine.graphs import Buckets
 from kvoy.engine.kv_cache import KvLayout, KvPool, blocks_in
 from kvoy.engine.messages import (
     EngineSettings,
@@ -25,14 +28,18 @@ from kvoy.engine.messages import (
 )
 from kvoy.engine.model import Decoder
 from kvoy.engine.models import ModelFiles, resolve
+from kvoy.engine.row_invariance import RowInvariance, prove
 from kvoy.engine.runner import Runner
+from kvoy.engine.settings_check import DTYPES, KV_DTYPES, check_memory, check_settings
 from kvoy.engine.slab import Slab, slot_bytes
 from kvoy.engine.spec import ModelSpec
+from kvoy.engine.transfers import DirectTransfers, StagedTransfers, Transfers
+from kvoy.engine.uploads import Uploads
 from kvoy.engine.weights import load_weights
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_KV_DTYPES = {"fp32": KvDtype.FP32, "bf16": KvDtype.BF16, "int8": KvDtype.INT8}
 _WARM_UP_TOKENS = 64
+_ROOM_BYTES = 1 << 30
+"""What a GPU keeps free of the pool: for what a step computes with, and for captured steps."""
 
 
 class Engine:
@@ -42,33 +49,72 @@ class Engine:
         """Takes the slab's descriptor over. ConfigError for settings, ModelError for a model that cannot be served."""
         started_at = time.monotonic()
         check_settings(settings)
+        device = choose("cpu" if settings.deterministic else settings.device, DTYPES[settings.dtype])
         torch.set_num_threads(settings.threads)
         files = resolve(settings.model, progress=progress)
         spec = files.spec()
         kv_spec = kv_spec_of(spec, settings)
         context_tokens = min(settings.context_tokens or spec.context_tokens, spec.context_tokens)
         layout = KvLayout(kv_spec, blocks_in(settings.pool_bytes, kv_spec))
+        slot = slot_bytes(settings.slot_bytes, kv_spec)
+        if device.place.type == "cpu":
+            check_memory(settings, spec, settings.slots * slot)
         progress(f"loading {files.name} in {settings.dtype}")
-        decoder = Decoder(spec, load_weights(files, _DTYPES[settings.dtype], progress))
-        self._pool = KvPool(layout)
-        self._runner = Runner(decoder, self._pool, context_tokens)
-        self._slab = Slab(slab_fd, settings.slots, slot_bytes(settings.slot_bytes, kv_spec))
+        decoder = _decoder(spec, load_weights(files, DTYPES[settings.dtype], progress), device)
+        if settings.deterministic:
+            decoder.compute_rows_alike(RowInvariance(progress))
+        _check_room(layout, device)
+        self._pool = KvPool(layout, device.place)
+        uploads = Uploads(device)
+        self._runner = Runner(decoder, self._pool, context_tokens, device, uploads)
+        self._slab = Slab(slab_fd, settings.slots, slot)
+        self._transfers = _transfers(self._pool, self._slab, device, uploads, progress)
+        self._pending: deque[tuple[Mark, Exported | Imported]] = deque()
+        if settings.deterministic:
+            prove(self._runner.run, kv_spec, layout.blocks, spec.vocab_tokens)
         self._warm_up(context_tokens)
+        if device.place.type != "cpu":
+            self._capture(Buckets.up_to(min(settings.graph_rows, layout.blocks), context_tokens), progress)
         self.ready = _ready(files, spec, layout, context_tokens, time.monotonic() - started_at)
 
     def obey(self, order: RunStep | ExportBlocks | ImportBlocks) -> StepDone | Exported | Imported:
-        """InvariantError for an order that does not fit, before it has changed anything."""
+        """``begin``, and wait for it: the answer to this order. Nothing must be pending."""
+        (answer,) = [*self.begin(order), *self.settle()]
+        return answer
+
+    def begin(self, order: RunStep | ExportBlocks | ImportBlocks) -> list[StepDone | Exported | Imported]:
+        """Answers that are due, each order's own in the end, in the order of the orders: a GPU copies blocks beside the
+        steps that follow. InvariantError for an order that does not fit, before it has changed anything."""
         match order:
             case RunStep(plan):
-                return StepDone(self._runner.run(plan))
+                step = self._runner.begin(plan)
+                return [*self.settle(), StepDone(step.finish())]
             case ExportBlocks():
-                self._pool.export_blocks(order, self._slab.slot(order.slot))
-                return Exported(order.transfer_id)
+                self._pending.append((self._transfers.export_blocks(order), Exported(order.transfer_id)))
             case ImportBlocks():
-                self._pool.import_blocks(order, self._slab.slot(order.slot))
-                return Imported(order.transfer_id)
+                self._pending.append((self._transfers.import_blocks(order), Imported(order.transfer_id)))
             case _:
                 assert_never(order)
+        due: list[StepDone | Exported | Imported] = []
+        while self._pending and self._pending[0][0].is_past:
+            due.append(self._pending.popleft()[1])
+        return due
+
+    def settle(self) -> list[StepDone | Exported | Imported]:
+        """Wait for what ``begin`` left open: its answers."""
+        answers: list[StepDone | Exported | Imported] = []
+        while self._pending:
+            mark, answer = self._pending.popleft()
+            mark.wait()
+            answers.append(answer)
+        return answers
+
+    def _capture(self, buckets: Buckets, progress: Callable[[str], None]) -> None:
+        if not buckets.rows:
+            return
+        started_at = time.monotonic()
+        self._runner.capture(buckets)
+        progress(f"captured {len(list(buckets))} sizes of decode steps in {time.monotonic() - started_at:.1f} s")
 
     def _warm_up(self, context_tokens: int) -> None:
         """Make the first request not pay for what torch sets up on first use. Leaves garbage in the first blocks,
@@ -82,20 +128,36 @@ class Engine:
         self._runner.run(StepPlan(1, decode=(DecodeRow("warm-up", 0, tokens - 1, table, GREEDY),)))
 
 
-def check_settings(settings: EngineSettings) -> None:
-    """ConfigError, with what to do, for a value that no model could run with."""
-    if settings.device != "cpu":
-        raise ConfigError(f"there is no device {settings.device!r} here; use cpu")
-    if settings.dtype not in _DTYPES:
-        raise ConfigError(f"dtype {settings.dtype!r} is not known; use {' or '.join(_DTYPES)}")
-    if settings.kv_dtype not in ("auto", *_KV_DTYPES):
-        raise ConfigError(f"kv_dtype {settings.kv_dtype!r} is not known; use auto, {', '.join(_KV_DTYPES)}")
-    for name in ("block_tokens", "slots", "threads"):
-        if getattr(settings, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {getattr(settings, name)}")
-    for name in ("pool_bytes", "slot_bytes", "context_tokens"):
-        if getattr(settings, name) < 0:
-            raise ConfigError(f"{name} must not be negative, as {getattr(settings, name)} is")
+def _decoder(spec: ModelSpec, weights: dict[str, torch.Tensor], device: Device) -> Decoder:
+    try:
+        for name, weight in weights.items():  # one by one: what the host held of it is gone soon after
+            weights[name] = weight.to(device.place)
+        return Decoder(spec, weights)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the weights do not fit into the GPU's memory; use a smaller model, dtype bf16, or device cpu"
+        ) from error
+
+
+def _check_room(layout: KvLayout, device: Device) -> None:
+    """ConfigError when a GPU has no room for the pool beside the weights."""
+    pool_bytes, free_bytes = layout.blocks * layout.spec.block_bytes, device.free_bytes()
+    if free_bytes is not None and pool_bytes > free_bytes - _ROOM_BYTES:
+        raise ConfigError(
+            f"a KV pool of {pool_bytes >> 20:,} MiB does not fit: beside the weights the GPU has "
+            f"{free_bytes >> 20:,} MiB free, of which {_ROOM_BYTES >> 20:,} are needed to compute; lower pool_bytes"
+        )
+
+
+def _transfers(
+    pool: KvPool, slab: Slab, device: Device, uploads: Uploads, progress: Callable[[str], None]
+) -> Transfers:
+    if device.place.type == "cpu":
+        return DirectTransfers(pool, slab)
+    transfers = StagedTransfers(pool, slab, device, uploads)
+    if not transfers.is_pinned:
+        progress("the system does not pin the staging slab: copies to and from the GPU hold steps up")
+    return transfers
 
 
 def kv_spec_of(spec: ModelSpec, settings: EngineSettings) -> KvSpec:
@@ -105,7 +167,7 @@ def kv_spec_of(spec: ModelSpec, settings: EngineSettings) -> KvSpec:
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
         block_tokens=settings.block_tokens,
-        dtype=_KV_DTYPES[label],
+        dtype=KV_DTYPES[label],
     )
 
 

@@ -5,10 +5,10 @@ also the wire's (KvSpec): change the two together.
 """
 
 import mmap
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kernels.kv_pack import KvPart, kv_pack, kv_unpack
 from kernels.paged import KvFormat, KvWire, PagedLayer, PagedPool, PoolShape, TileStrides
@@ -59,32 +59,53 @@ class KvLayout:
 
 
 class KvPool:
-    """Owns the pool's memory. Zeros at first, and a page costs memory only once something is written to it.
-    ConfigError when the machine does not give that much."""
+    """Owns the pool's memory, on one device. Zeros at first; on a CPU a page costs memory only once something is
+    written to it. ConfigError when the device does not give that much."""
 
-    def __init__(self, layout: KvLayout) -> None:
+    def __init__(self, layout: KvLayout, place: torch.device | None = None) -> None:
         self.layout = layout
-        memory = torch.frombuffer(_zeros(layout.blocks * layout.spec.block_bytes), dtype=torch.uint8)
+        self.place = place or torch.device("cpu")
+        memory = _zeros(layout.blocks * layout.spec.block_bytes, self.place)
         self._pool = PagedPool(memory, layout.format, layout.shape, layout.strides)
 
     def layer(self, index: int) -> PagedLayer:
         return self._pool.layer(index)
 
     def export_blocks(self, order: ExportBlocks, slot: memoryview) -> None:
-        """Pool blocks into a slot. InvariantError, before a byte is written, when the order does not fit."""
-        part = self._part(order)
-        wire = self._wire(order.blocks, part, slot)
-        if not 0 <= order.valid_tokens <= len(order.blocks) * self.layout.spec.block_tokens:
-            raise InvariantError(f"{order.valid_tokens} valid tokens in {len(order.blocks)} blocks")
-        kv_pack(self._pool, torch.tensor(order.blocks), part, order.valid_tokens, wire)
+        """Blocks of a pool on the CPU into a slot, at once."""
+        self.check(order, len(slot))
+        self.pack(order, torch.tensor(order.blocks), torch.frombuffer(slot, dtype=torch.uint8))
 
     def import_blocks(self, order: ImportBlocks, slot: memoryview) -> None:
-        """A slot into pool blocks. InvariantError, before a byte is written, when the order does not fit."""
-        part = self._part(order)
-        wire = self._wire(order.blocks, part, slot)
-        if len(set(order.blocks)) < len(order.blocks):
-            raise InvariantError(f"blocks {order.blocks} to import are not all different")
-        kv_unpack(wire, torch.tensor(order.blocks), part, self._pool)
+        """A slot into blocks of a pool on the CPU, at once."""
+        self.check(order, len(slot))
+        self.unpack(order, torch.tensor(order.blocks), torch.frombuffer(slot, dtype=torch.uint8))
+
+    def check(self, order: ExportBlocks | ImportBlocks, slot_bytes: int) -> None:
+        """InvariantError when an order does not fit the pool or a slot. ``pack`` and ``unpack`` take it as checked."""
+        self._part(order)
+        blocks = order.blocks
+        if not blocks or min(blocks) < 0 or max(blocks) >= self.layout.blocks:
+            raise InvariantError(f"blocks {tuple(blocks)} are not in a pool of {self.layout.blocks}")
+        if self.wire_bytes(order) > slot_bytes:
+            raise InvariantError(f"{self.wire_bytes(order)} bytes do not fit a slot of {slot_bytes}")
+        if isinstance(order, ImportBlocks):
+            if len(set(blocks)) < len(blocks):
+                raise InvariantError(f"blocks {blocks} to import are not all different")
+        elif not 0 <= order.valid_tokens <= len(blocks) * self.layout.spec.block_tokens:
+            raise InvariantError(f"{order.valid_tokens} valid tokens in {len(blocks)} blocks")
+
+    def wire_bytes(self, order: ExportBlocks | ImportBlocks) -> int:
+        return len(order.blocks) * order.layers * self.layout.spec.layer_bytes
+
+    def pack(self, order: ExportBlocks, blocks: Tensor, memory: Tensor) -> None:
+        """Pool blocks into the leading bytes of ``memory`` (uint8); ``blocks`` [n] int64 are the order's. All three are
+        on one device."""
+        kv_pack(self._pool, blocks, self._part(order), order.valid_tokens, self._wire(order, memory))
+
+    def unpack(self, order: ImportBlocks, blocks: Tensor, memory: Tensor) -> None:
+        """The inverse of ``pack``."""
+        kv_unpack(self._wire(order, memory), blocks, self._part(order), self._pool)
 
     def _part(self, order: ExportBlocks | ImportBlocks) -> KvPart:
         spec = self.layout.spec
@@ -93,25 +114,20 @@ class KvPool:
             raise InvariantError(f"layers {layers} are not in a model of {spec.layers}")
         return KvPart(order.first_layer, order.layers, 0, spec.kv_heads)
 
-    def _wire(self, blocks: Sequence[int], part: KvPart, slot: memoryview) -> KvWire:
-        """The slot's leading bytes as tiles."""
-        spec = self.layout.spec
-        if not blocks or min(blocks) < 0 or max(blocks) >= self.layout.blocks:
-            raise InvariantError(f"blocks {tuple(blocks)} are not in a pool of {self.layout.blocks}")
-        wire_bytes = len(blocks) * part.layers * spec.layer_bytes
-        if wire_bytes > len(slot):
-            raise InvariantError(f"{wire_bytes} bytes do not fit a slot of {len(slot)}")
-        memory = torch.frombuffer(slot, dtype=torch.uint8, count=wire_bytes)
-        return KvWire(memory.view(len(blocks), part.layers, part.heads, -1), self._pool.format)
+    def _wire(self, order: ExportBlocks | ImportBlocks, memory: Tensor) -> KvWire:
+        tiles = memory[: self.wire_bytes(order)]
+        return KvWire(tiles.view(len(order.blocks), order.layers, self.layout.spec.kv_heads, -1), self._pool.format)
 
 
-def _zeros(size_bytes: int) -> mmap.mmap:
+def _zeros(size_bytes: int, place: torch.device) -> Tensor:
     try:
-        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise ConfigError(
-            f"no memory for a KV pool of {size_bytes} bytes ({error.strerror}); lower pool_bytes"
-        ) from error
+        if place.type != "cpu":
+            return torch.zeros((size_bytes,), dtype=torch.uint8, device=place)
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, torch.OutOfMemoryError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "the GPU has less"
+        raise ConfigError(f"no memory for a KV pool of {size_bytes} bytes ({reason}); lower pool_bytes") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def blocks_in(pool_bytes: int, spec: KvSpec) -> int:

@@ -131,8 +131,14 @@ def _packed_gated(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -
     return out
 
 
-def rope_angles(rope: RopeSpec, positions: Tensor) -> Angles:
-    """Of each position [tokens]."""
-    inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=positions.device)
-    angles = positions.float().unsqueeze(1) * inv_freq
-    return Angles(angles.cos() * rope.magnitude, angles.sin() * rope.magnitude)
+class Rope:
+    """Angles of positions. The frequencies are on the device once: a step copies nothing there for them."""
+
+    def __init__(self, spec: RopeSpec, device: torch.device) -> None:
+        self._inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
+        self._magnitude = spec.magnitude
+
+    def __call__(self, positions: Tensor) -> Angles:
+        """Of each position [tokens]."""
+        angles = positions.float().unsqueeze(1) * self._inv_freq
+        return Angles(angles.cos() * self._magnitude, angles.sin() * self._magnitude)

@@ -28,8 +28,14 @@ class EngineSettings:
     kv_dtype: str = "auto"
     """fp32, bf16 or int8: the KV pool, and so what is shipped; auto is ``dtype``'s."""
     device: str = "cpu"
+    """cpu, cuda, or auto: a GPU that can do all that is needed, else the CPU."""
+    graph_rows: int = 0
+    """Decode steps of up to so many rows are captured as CUDA graphs, which takes time at the start and memory; 0: none
+    (a pod that only prefills needs none). Without a GPU it means nothing."""
     context_tokens: int = 0
     """Cap on the context; 0 is what the model says."""
+    deterministic: bool = False
+    """Prove at the start that no row's result depends on its batch mates, and make it so where it is not."""
 
 
 @dataclass(frozen=True, slots=True)

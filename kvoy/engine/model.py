@@ -4,7 +4,7 @@ Weights come under the names of kvoy.engine.spec and are made ready once (q, k, 
 CPU can). Attention reads and writes the paged pool through kernels/; requests and sampling are unknown here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from kernels.kv_write import Angles, QkNorm
 from kernels.paged import PagedLayer
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kvoy.engine.batch import Batch
+from kvoy.engine.head import fp32_logits
 from kvoy.engine.kv_cache import KvPool
-from kvoy.engine.layers import ACTIVATIONS, GatedLinear, Linear, rope_angles, try_packing
+from kvoy.engine.layers import ACTIVATIONS, GatedLinear, Linear, Rope, try_packing
+from kvoy.engine.row_invariance import RowInvariance, RowOp
 from kvoy.engine.spec import LayerSpec, ModelSpec, RopeSpec
 
 
@@ -25,13 +27,13 @@ class _Layer:
 
     spec: LayerSpec
     attn_norm: Tensor
-    qkv: Linear
+    qkv: RowOp
     qk_norm: QkNorm | None
-    o: Linear
+    o: RowOp
     attn_post_norm: Tensor | None
     ffn_norm: Tensor
-    gate_up: GatedLinear
-    down: Linear
+    gate_up: RowOp
+    down: RowOp
     ffn_post_norm: Tensor | None
 
 
@@ -53,11 +55,31 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
         self.spec = spec
         self._embed = weights.pop("embed")
-        packed = try_packing(self._embed.dtype)
-        self._head = Linear(self._embed if spec.tied_embeddings else weights.pop("head"), None, packed=packed)
+        device = self._embed.device
+        packed = device.type == "cpu" and try_packing(self._embed.dtype)
+        self._head_weight = self._embed if spec.tied_embeddings else weights.pop("head")
+        self._head: RowOp = Linear(self._head_weight, None, packed=packed)
         self._final_norm = weights.pop("final_norm").float()
         self._layers = [_make_layer(spec, index, weights, packed=packed) for index in range(len(spec.layers))]
-        self._ropes = {layer.rope for layer in spec.layers}
+        self._ropes = {layer.rope: Rope(layer.rope, device) for layer in spec.layers}
+        # As a number of the weights' own precision, which is what the models were trained with.
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._embed.dtype))
+
+    def compute_rows_alike(self, rows: RowInvariance) -> None:
+        """Make every product of matrices give a row the same bits in any company (kvoy.engine.row_invariance)."""
+        spec, hidden = self.spec, self._embed[0]
+        attended, gated = hidden.new_empty(spec.heads * spec.head_dim), hidden.new_empty(spec.ffn)
+        self._head = rows.hold("head", self._head, hidden)
+        self._layers = [
+            replace(
+                layer,
+                qkv=rows.hold("qkv", layer.qkv, hidden),
+                o=rows.hold("o", layer.o, attended),
+                gate_up=rows.hold("gate_up", layer.gate_up, hidden),
+                down=rows.hold("down", layer.down, gated),
+            )
+            for layer in self._layers
+        ]
 
     def forward(self, batch: Batch, pool: KvPool) -> Tensor:
         """Write the KV of every token of the batch; return the logits [samples, vocab], fp32, of ``sample_rows``."""
@@ -76,12 +98,12 @@ class Decoder:
         spec = self.spec
         embedded = functional.embedding(batch.token_ids, self._embed)
         hidden = embedded.float()
-        if spec.embedding_scale != 1.0:
-            hidden *= torch.tensor(spec.embedding_scale, dtype=embedded.dtype).float()
+        if self._embedding_scale != 1.0:
+            hidden *= self._embedding_scale
         return _Forward(
             batch=batch,
             hidden=hidden,
-            angles={rope: rope_angles(rope, batch.positions) for rope in self._ropes},
+            angles={spec: rope(batch.positions) for spec, rope in self._ropes.items()},
             normed=embedded.new_empty(hidden.shape),
             attended=embedded.new_empty((batch.tokens, spec.heads, spec.head_dim)),
         )
@@ -105,7 +127,7 @@ class Decoder:
 
     def _attend(self, q: Tensor, kv: PagedLayer, window_tokens: int | None, batch: Batch, out: Tensor) -> None:
         chunks, scale = batch.prefill_tokens, self.spec.attention_scale
-        if not chunks:  # no slices of what is whole: a step of one token feels each
+        if batch.chunk_prefill is None:  # no slices of what is whole: a step of one token feels each
             batch.paged_decode(q, kv, scale=scale, window_tokens=window_tokens, out=out)
             return
         batch.chunk_prefill(q[:chunks], kv, scale=scale, window_tokens=window_tokens, out=out[:chunks])
@@ -121,10 +143,9 @@ class Decoder:
     def _logits(self, hidden: Tensor) -> Tensor:
         """Of the given rows [rows, hidden] only: most tokens of a chunk are not followed by a sample."""
         if not hidden.shape[0]:
-            return torch.empty((0, self.spec.vocab_tokens))
-        normed = torch.empty_like(hidden, dtype=self._embed.dtype)
-        rms_norm(hidden, self._final_norm, self.spec.norm_eps, normed)
-        logits = self._head(normed).float()
+            return hidden.new_empty((0, self.spec.vocab_tokens))
+        rms_norm(hidden, self._final_norm, self.spec.norm_eps, hidden)
+        logits = fp32_logits(hidden, self._head, self._head_weight)
         softcap = self.spec.final_logit_softcap
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 

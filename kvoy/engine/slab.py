@@ -44,6 +44,11 @@ class Slab:
         self._view = memoryview(self._map)
         os.close(fd)
 
+    @property
+    def whole(self) -> memoryview:
+        """All slots, one after the other, as long as ``slot`` gives them."""
+        return self._view[:]
+
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable, valid until ``close`` and while it is held."""
         if not 0 <= index < self.slots:

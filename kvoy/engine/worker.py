@@ -12,10 +12,19 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from kvoy.core.errors import ConfigError, KvoyError
 from kvoy.engine.channel import BlockingChannel
-from kvoy.engine.messages import EngineSettings, ExportBlocks, Failed, ImportBlocks, Progress, RunStep, Stop
+from kvoy.engine.memory import give_back_freed_memory, keep_freed_memory
+from kvoy.engine.messages import Answer, EngineSettings, ExportBlocks, Failed, ImportBlocks, Progress, RunStep, Stop
+
+if TYPE_CHECKING:
+    from kvoy.engine.engine import Engine
+
+_OBEYED = RunStep | ExportBlocks | ImportBlocks
 
 logger = logging.getLogger("kvoy.engine.worker")
 
@@ -42,18 +51,28 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
     settings, *orders = channel.receive() or [Stop()]
     if not isinstance(settings, EngineSettings):
         return
+    keep_freed_memory()
     from kvoy.engine.engine import Engine  # noqa: PLC0415 (torch takes seconds to import, and may fail: say so)
 
     engine = Engine(settings, slab_fd, progress=lambda message: channel.send(Progress(message)))
     gc.collect()
     gc.freeze()  # what the model is made of stays: no later collection need look at it
+    give_back_freed_memory()
     channel.send(engine.ready)
     while orders := orders or channel.receive():
-        for order in orders:
-            if not isinstance(order, RunStep | ExportBlocks | ImportBlocks):
-                return
-            channel.send(engine.obey(order))
+        for answer in _answers(engine, orders):
+            channel.send(answer)
+        if not all(isinstance(order, _OBEYED) for order in orders):
+            return
         orders = []
+
+
+def _answers(engine: "Engine", orders: Sequence[object]) -> Iterator[Answer]:
+    """To all orders before one that ends the worker. What is pending is waited for only when nothing is left to do."""
+    for order in takewhile(lambda order: isinstance(order, _OBEYED), orders):
+        assert isinstance(order, _OBEYED)
+        yield from engine.begin(order)
+    yield from engine.settle()
 
 
 def main() -> int:

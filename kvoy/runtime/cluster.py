@@ -52,6 +52,8 @@ class ClusterPlan:
     redis_url: str = ""
     nats_url: str = ""
     overrides: Mapping[Role, Mapping[str, str]] = field(default_factory=dict)
+    deterministic: bool = False
+    device: str = "auto"
     cores: int = 0
     """0: those that this process may use."""
 
@@ -146,7 +148,9 @@ class Cluster:
         for role, threads in ((Role.DECODE, decode_threads), (Role.PREFILL, prefill_threads)):
             for index, count in enumerate(threads):
                 formats = {"dtype": plan.dtype, "kv_dtype": plan.kv_dtype}
-                flags = {"model": plan.model, **formats, "threads": str(count)}
+                flags = {"model": plan.model, "device": plan.device, **formats, "threads": str(count)}
+                if plan.deterministic:
+                    flags["deterministic"] = "true"
                 yield role, f"{role}-{index}", flags
 
     async def _start_pod(self, pod: tuple[Role, str, Mapping[str, str]]) -> None:

@@ -34,6 +34,9 @@ class EnginePodConfig(PodConfig):
     kv_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
         "auto", "Number format of the KV pool, equal in all pods; auto is dtype's, int8 holds twice as much as bf16."
     )
+    device: Literal["cpu", "cuda", "auto"] = option(
+        "auto", "Where the engine computes: cuda is an NVIDIA GPU, auto is one if all that it needs is there."
+    )
     threads: int = option(0, "CPU threads of the engine; 0 is one for each core.", at_least=0)
     pool_bytes: int = option(1 << 30, "Size of the KV pool.", at_least=1)
     block_tokens: int = option(16, "Tokens of one KV block.", at_least=1)
@@ -43,6 +46,9 @@ class EnginePodConfig(PodConfig):
     )
     context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.", at_least=0)
     chunk_tokens: int = option(128, "Prompt tokens that one engine step may prefill.", at_least=1)
+    deterministic: bool = option(
+        False, "Prove at the start that no request's output depends on what else is served, to the last bit; fp32 only."
+    )
 
     @property
     def engine(self) -> EngineSettings:
@@ -55,7 +61,9 @@ class EnginePodConfig(PodConfig):
             slot_bytes=self.slot_bytes,
             slots=self.slots,
             threads=self.threads,
+            device=self.device,
             context_tokens=self.context_tokens,
+            deterministic=self.deterministic,
         )
 
 

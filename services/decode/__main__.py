@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 
 from kvoy.core.types import Role
 from kvoy.runtime.config import load
@@ -16,7 +17,8 @@ def main() -> int:
     config = load(DecodeConfig, sys.argv[1:], os.environ, "python -m services.decode")
 
     async def start(pod: PodRuntime) -> EngineService:
-        return assemble(pod, config, await EngineClient.start(config.engine))
+        settings = replace(config.engine, graph_rows=config.max_batch)
+        return assemble(pod, config, await EngineClient.start(settings))
 
     return run_service(Role.DECODE, config, start, TABLE)
 

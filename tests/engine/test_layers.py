@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from kvoy.engine import layers
-from kvoy.engine.layers import ACTIVATIONS, GatedLinear, Linear, rope_angles, try_packing
+from kvoy.engine.layers import ACTIVATIONS, GatedLinear, Linear, Rope, try_packing
 from kvoy.engine.spec import RopeSpec
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -78,7 +78,7 @@ def test_a_packed_row_alone_has_the_bits_it_has_in_a_batch(shape):
 def test_angles_are_those_of_complex_rotation():
     rope = RopeSpec(inv_freq=(1.0, 0.1, 0.003), magnitude=1.25)
     positions = torch.tensor([0, 1, 77, 4000])
-    found = rope_angles(rope, positions)
+    found = Rope(rope, positions.device)(positions)
     angles = positions.double()[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float64)
     turned = torch.polar(torch.full_like(angles, rope.magnitude), angles)
     # fp32 angles of some thousand radians are exact to some 1e-4.
