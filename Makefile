@@ -17,10 +17,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c co
 # (200 MB); without it pip may choose the CUDA build (several GB), which runs as well.
 TORCH_INDEX ?=
 
-.PHONY: help demo test lint format proto golden breaking venv clean distclean
+.PHONY: help demo test lint format proto golden breaking device-check venv clean distclean
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: venv ## Start a whole cluster, ask it a question, show what it did
 	@$(BIN)/kvoy demo
@@ -47,6 +47,9 @@ golden: venv ## Rewrite the expected transcripts of tests/golden; review the dif
 
 breaking: venv ## Say whether proto/ breaks what main promises
 	@$(BIN)/buf breaking --against '.git#branch=main'
+
+device-check: ## Say whether the kernels are right and how fast they are on this machine's GPU (needs torch and triton only)
+	@$(firstword $(wildcard $(BIN)/python) python3) -m bench.device_check $(ARGS)
 
 venv: $(INSTALLED) $(GENERATED) ## Only set up .venv
 	@:
