@@ -6,7 +6,6 @@ values must satisfy (block numbers inside the pool, say) is the caller's duty an
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from kernels.paged import PagedLayer
@@ -37,8 +36,6 @@ def require_paged(q: Tensor, kv: PagedLayer, out: Tensor) -> None:
     if q.dim() != 3 or q.shape[2] != kv.head_dim or q.shape[1] % kv.kv_heads:
         raise InvariantError(f"q {tuple(q.shape)} does not fit {kv.kv_heads} kv heads of {kv.head_dim}")
     require_shape("out", out, tuple(q.shape))
-    if kv.format.dtype != torch.int8:
-        require_same_dtype("q", q, kv.values)
     require_same_dtype("out", out, q)
     require_unit_stride("q", q)
     require_unit_stride("out", out)

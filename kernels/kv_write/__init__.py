@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from kernels.checks import require_same_dtype, require_shape, require_unit_stride
+from kernels.checks import require_shape, require_unit_stride
 from kernels.kv_write import reference
 from kernels.paged import PagedLayer
 from kvoy.core.errors import InvariantError
@@ -43,7 +43,7 @@ class KvWrite:
     def __call__(self, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None = None) -> None:
         """Norm (if any) and rotate q and k in place in qkv [tokens, heads + 2 * kv heads, head dim], which lie in the
         order q, k, v; write k and v. The rotation is in fp32 and half-split: the halves (a, b) of a head become
-        (a cos - b sin, b cos + a sin). Every call gives a layer of the same pool.
+        (a cos - b sin, b cos + a sin). Every call gives a layer of the same pool, of any format.
         """
         if self._run is None:
             self._check(qkv, angles, kv)
@@ -65,5 +65,3 @@ class KvWrite:
         require_shape("cos", angles.cos, (tokens, half))
         require_shape("sin", angles.sin, (tokens, half))
         require_unit_stride("qkv", qkv)
-        if kv.scales is None:
-            require_same_dtype("qkv", qkv, kv.values)

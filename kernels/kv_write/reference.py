@@ -51,7 +51,7 @@ def run(where: Plan, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm 
     new = qkv[:, heads:] if where.tokens is None else qkv[where.tokens, heads:]
     new = new.view(new.shape[0], 2, kv_heads, head_dim)
     if kv.scales is None:
-        kv.places.index_copy_(0, where.rows, new)
+        kv.places.index_copy_(0, where.rows, new.to(kv.values.dtype))
     else:
         _store_int8(where.slots, new.transpose(1, 2), kv, kv.scales)
 

@@ -26,7 +26,7 @@ class Group:
     gathered: Tensor
     """[tiles, elements of a tile]: a copy of those tiles."""
     tokens: Tensor
-    """The same numbers, [members * kv heads * keys, k | v]; of a float pool, the same memory."""
+    """The same numbers in the queries' dtype, [members * kv heads * keys, k | v]; of a pool in it, the same memory."""
     k: Tensor  # [members, kv heads, keys, head dim], the same memory as tokens
     v: Tensor
     hidden: Tensor
@@ -72,7 +72,7 @@ def _group(members: Tensor | None, blocks: Tensor, hidden: Tensor, q: Tensor, kv
     rows = tile_rows(kv, blocks)
     gathered = kv.tiles.new_empty((rows.shape[0], kv.tiles.shape[1]))
     shape = (count * kv.kv_heads * keys, 2 * kv.head_dim)
-    tokens = gathered.view(shape) if kv.scales is None else q.new_empty(shape)
+    tokens = gathered.view(shape) if kv.format.dtype == q.dtype else q.new_empty(shape)
     k, v = tokens.view(count, kv.kv_heads, keys, 2 * kv.head_dim).chunk(2, -1)
     hidden_rows = hidden.unsqueeze(1).expand(count, kv.kv_heads, keys).reshape(-1).nonzero().view(-1)
     return Group(members, rows, gathered, tokens, k, v, hidden_rows, mask)
@@ -91,7 +91,7 @@ def run(groups: list[Group], q: Tensor, kv: PagedLayer, scale: float, out: Tenso
 def _attend(q: Tensor, kv: PagedLayer, group: Group, scale: float) -> Tensor:
     count, heads, head_dim = q.shape
     torch.index_select(kv.tiles, 0, group.rows, out=group.gathered)
-    if kv.scales is not None:
+    if kv.format.dtype != q.dtype:
         group.tokens.copy_(read_tiles(group.gathered, kv.format, kv.head_dim).view(group.tokens.shape))
     # A mask alone would let a NaN of a block's earlier owner through, for 0 * NaN is NaN.
     group.tokens.index_fill_(0, group.hidden, 0)

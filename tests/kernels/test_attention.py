@@ -113,7 +113,6 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_written():
     wrong = [
         (torch.randn(2, HEADS - 1, HEAD_DIM), case.kv),
         (torch.randn(3, HEADS, HEAD_DIM), case.kv),
-        (q.bfloat16(), case.kv),
         (q[..., ::2], case.kv),
     ]
     for op in ops:

@@ -90,10 +90,22 @@ def test_write_stores_codes_and_scales_and_touches_nothing_else(dtype, order):
     assert torch.equal(tile_bytes(pool), expected)
 
 
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+def test_write_rounds_to_a_pool_of_another_float(pool_dtype):
+    pool = pool_of(KvFormat(pool_dtype), SHAPE, "BLHNC")
+    qkv, turn = torch.randn(3, HEADS + 2 * KV_HEADS, HEAD_DIM), torch.rand(3, HEAD_DIM // 2) * 7
+    qkv = qkv.to(torch.bfloat16 if pool_dtype == torch.float32 else torch.float32)
+    KvWrite(torch.tensor([5, 0, 9]))(qkv, Angles(turn.cos(), turn.sin()), pool.layer(1))
+    stored = torch.stack([pool.values[slot // BLOCK_TOKENS, 1, :, slot % BLOCK_TOKENS] for slot in (5, 0, 9)])
+    assert torch.equal(stored, torch.cat(qkv[:, HEADS:].chunk(2, 1), -1).to(pool_dtype))
+
+
+@pytest.mark.parametrize("fmt", [INT8, *FLOATS[:2]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window_tokens", [None, 5])
-def test_attention_over_int8_equals_float64_attention_over_what_the_codes_mean(dtype, window_tokens):
-    case = PagedCase([1, 4, 9, 23, 50], torch.float32, "BHLNC", INT8)
+def test_attention_equals_float64_attention_over_what_the_pool_means(dtype, window_tokens, fmt):
+    is_bf16 = fmt.dtype == torch.bfloat16
+    case = PagedCase([1, 4, 9, 23, 50], torch.bfloat16 if is_bf16 else torch.float32, "BHLNC", fmt)
     q = torch.randn(5, HEADS, HEAD_DIM).to(dtype)
     decoded_rows, chunked = Guarded(tuple(q.shape), dtype), Guarded(tuple(q.shape), dtype)
     starts = torch.arange(6, dtype=torch.int32)

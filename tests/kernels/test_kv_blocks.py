@@ -101,7 +101,6 @@ def test_write_refuses_shapes_that_do_not_fit():
     for wrong_qkv, wrong_slots, wrong_angles in (
         (qkv[:, : 2 * KV_HEADS], slots, angles),
         (qkv[..., ::2], slots, angles),
-        (qkv.bfloat16(), slots, angles),
         (qkv, slots[:1], angles),
         (qkv, slots, Angles(angles.cos[:, 1:], angles.sin)),
     ):
