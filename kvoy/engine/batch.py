@@ -4,6 +4,8 @@
 all rows lie one after the other, prefill rows first, in plan order. Knows nothing of models or memory.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,12 +152,12 @@ class _Row:
     token_ids: Sequence[int]
     positions: range
     slots: Sequence[int]
-    table: Sequence[int]
-    """Of its blocks that hold tokens."""
+    table: array[int]
+    """Type I: its blocks that hold tokens."""
     sample: SampleAt | None
 
 
-_PADDING_ROW = _Row((0,), range(1), (-1,), (), None)
+_PADDING_ROW = _Row((0,), range(1), (-1,), array("I"), None)
 
 
 def _chunk_of_one(row: DecodeRow) -> PrefillRow:
@@ -171,11 +173,22 @@ def _row(row: PrefillRow, limits: Limits) -> _Row:
         raise InvariantError(f"{row.request_id}: {len(table)} blocks do not cover {end} tokens")
     if min(row.token_ids) < 0 or max(row.token_ids) >= limits.vocab_tokens:
         raise InvariantError(f"{row.request_id}: a token id outside a vocabulary of {limits.vocab_tokens}")
-    if min(table) < 0 or max(table) >= limits.pool_blocks:
-        raise InvariantError(f"{row.request_id}: a block outside a pool of {limits.pool_blocks}")
     sample = None if row.sampling is None else SampleAt(row.request_id, row.sampling, end)
-    covering = table[: -(-end // limits.block_tokens)]
-    return _Row(row.token_ids, range(start, end), _slots(start, end, table, limits.block_tokens), covering, sample)
+    slots = _slots(start, end, table, limits.block_tokens)
+    return _Row(row.token_ids, range(start, end), slots, _covering(row, end, limits), sample)
+
+
+def _covering(row: PrefillRow, end: int, limits: Limits) -> array[int]:
+    """The leading blocks of a row's table, which hold its tokens up to ``end``. One pass less than looking for the
+    smallest: a step of many rows spends a good part of its time on the host here."""
+    table = row.block_table[: -(-end // limits.block_tokens)]
+    try:
+        blocks = array("I", table)  # takes no negative number
+    except OverflowError:
+        blocks = array("I")
+    if not blocks or max(table) >= limits.pool_blocks:
+        raise InvariantError(f"{row.request_id}: a block outside a pool of {limits.pool_blocks}")
+    return blocks
 
 
 def _slots(start: int, end: int, table: Sequence[int], block_tokens: int) -> list[int]:
@@ -221,7 +234,9 @@ def _tables(packed: Packed, rows: Sequence[_Row], least_width: int) -> _Tables:
     width = max((len(row.table) for row in rows), default=0)
     width = -(-max(width, least_width) // _TABLE_BLOCKS) * _TABLE_BLOCKS
     tables = array("i", bytes(4 * len(rows) * width))
+    into = memoryview(tables).cast("B")
     for index, row in enumerate(rows):
-        tables[index * width : index * width + len(row.table)] = array("i", row.table)
+        blocks = memoryview(row.table).cast("B")
+        into[4 * index * width : 4 * index * width + len(blocks)] = blocks
     kv_lengths = array("i", [row.positions.stop if row.table else 0 for row in rows])
     return _Tables(packed.add(tables), width, packed.add(kv_lengths))
