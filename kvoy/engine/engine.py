@@ -10,7 +10,7 @@ from typing import assert_never
 
 import torch
 
-from kvoy.core.errors import ConfigError
+from kvoy.core.errors import ConfigError, EngineError, ModelError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import GREEDY, KvSpec, ModelInfo
 from kvoy.engine.device import Device, Mark, choose
@@ -70,9 +70,14 @@ class Engine:
         self._slab = Slab(slab_fd, settings.slots, slot)
         self._transfers = _transfers(self._pool, self._slab, device, uploads, progress)
         self._pending: deque[tuple[Mark, Exported | Imported]] = deque()
+        try:
+            self._warm_up(context_tokens)
+        except EngineError as error:
+            raise ModelError(
+                f"{files.path} makes no numbers: {error}; its weights are broken, fetch it again"
+            ) from error
         if settings.deterministic:
             prove(self._runner.run, kv_spec, layout.blocks, spec.vocab_tokens)
-        self._warm_up(context_tokens)
         if device.place.type != "cpu":
             self._capture(Buckets.up_to(min(settings.graph_rows, layout.blocks), context_tokens), progress)
         self.ready = _ready(files, spec, layout, context_tokens, time.monotonic() - started_at)

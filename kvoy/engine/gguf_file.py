@@ -46,7 +46,7 @@ class GgufFile:
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {path}: {error}") from error
+            raise ModelError(f"cannot read {path}: {error}; fetch the file again") from error
         try:
             self._parse()
         except (struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
@@ -58,7 +58,7 @@ class GgufFile:
 
     def _parse(self) -> None:
         if self._bytes[:4] != MAGIC:
-            raise ModelError(f"{self.path} is not a GGUF file")
+            raise ModelError(f"{self.path} is not a GGUF file; fetch it again, or give another")
         version = _U32.unpack_from(self._bytes, 4)[0]
         if version not in VERSIONS:
             raise ModelError(

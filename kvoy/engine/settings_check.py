@@ -63,8 +63,12 @@ def check_memory(settings: EngineSettings, spec: ModelSpec, slab_bytes: int) -> 
     if available is None:
         return
     weights = sum(math.prod(shape) for shape in weight_shapes(spec).values()) * DTYPES[settings.dtype].itemsize
-    wanted = settings.pool_bytes + weights + slab_bytes
-    if wanted > available:
+    if weights > available:
+        raise ConfigError(
+            f"the model's weights take {_size(weights)} in {settings.dtype}, but {_size(available)} of memory can be "
+            "had here; use a smaller model" + (" or dtype bf16" if settings.dtype == "fp32" else "")
+        )
+    if settings.pool_bytes + weights + slab_bytes > available:
         raise ConfigError(
             f"a KV pool of {_size(settings.pool_bytes)}, weights of {_size(weights)} and staging slots of "
             f"{_size(slab_bytes)} do not fit into the {_size(available)} of memory that can be had here; "

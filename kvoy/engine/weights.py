@@ -109,7 +109,8 @@ def _gguf_source(file: GgufFile, place: TensorPlace, row_heads: int | None) -> S
         kind = GGMLQuantizationType(place.type_code)
         raw = np.frombuffer(file.view(place), dtype=np.uint8)
         try:
-            values = dequantize(raw.reshape(*place.shape[:-1], -1), kind)
+            with np.errstate(all="ignore"):  # of a corrupt file; what is no number shows when the engine warms up
+                values = dequantize(raw.reshape(*place.shape[:-1], -1), kind)
         except NotImplementedError:
             raise ModelError(
                 f"{file.path}: {place.name} is of type {kind.name}, which kvoy cannot dequantise"

@@ -52,6 +52,9 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
     if not isinstance(settings, EngineSettings):
         return
     keep_freed_memory()
+    if settings.deterministic:
+        # Read by MKL, where torch has it, when it is loaded: sums in the same order for any number of rows and threads.
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     from kvoy.engine.engine import Engine  # noqa: PLC0415 (torch takes seconds to import, and may fail: say so)
 
     engine = Engine(settings, slab_fd, progress=lambda message: channel.send(Progress(message)))
