@@ -42,6 +42,7 @@ def check(bench: Bench, report: Report) -> None:
     for rows in model.rows:
         report.check(f"decode {rows}", partial(model.decode, rows))
     report.check("captured steps and plain ones", model.compare)
+    report.check("mixed step", model.mixed)
 
 
 def llama(bench: Bench) -> ModelSpec:
@@ -84,7 +85,7 @@ class _Model:
         self.rows = (1, 32, 128) if not bench.sizes.is_tiny else (1, 3, 4)
         self._kv_tokens = bench.sizes.of(2048, 60)
         self._each = -(-self._kv_tokens // BLOCK_TOKENS) + 1
-        blocks = max(self.rows[-1] * self._each, 8192 // BLOCK_TOKENS)
+        blocks = max((self.rows[-1] + 1) * self._each, 8192 // BLOCK_TOKENS)
         kv_spec = KvSpec(len(spec.layers), spec.kv_heads, spec.head_dim, BLOCK_TOKENS, KvDtype.BF16)
         self._pool = KvPool(KvLayout(kv_spec, blocks), bench.place)
         for index in range(kv_spec.layers):
@@ -144,6 +145,17 @@ class _Model:
         return Row(
             f"{_SAME_STEPS} steps of {rows} rows, captured as plain", "same tokens", is_right=paths[0] == paths[1]
         )
+
+    def mixed(self) -> Row:
+        """A chunk that goes on where another ended, beside rows that decode."""
+        rows, tokens = self.rows[1], self._bench.sizes.of(600, 30)
+        table = tuple(self._table[-(tokens // BLOCK_TOKENS + 1) :])
+        half = tokens // 2
+        self._plain.run(StepPlan(1, (PrefillRow("a", (7,) * half, 0, table),)))
+        chunk = PrefillRow("a", (7,) * (tokens - half), half, table, GREEDY)
+        plan = StepPlan(2, (chunk,), self._step(rows, [7] * rows, 0).decode)
+        sampled = self._captured.run(plan).sampled
+        return Row(f"a step of a chunk and {rows} rows", f"{len(sampled)} tokens", is_right=len(sampled) == rows + 1)
 
     def _generated(self, runner: Runner, rows: int) -> list[list[int]]:
         tokens, path = [7] * rows, []
