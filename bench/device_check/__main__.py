@@ -79,7 +79,8 @@ def _about(place: torch.device) -> dict[str, str]:
     return {
         "device": machine,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
         "triton": triton_version,
     }
 
