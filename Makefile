@@ -17,16 +17,22 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c co
 # (200 MB); without it pip may choose the CUDA build (several GB), which runs as well.
 TORCH_INDEX ?=
 
-.PHONY: help demo test lint format proto golden breaking device-check venv clean distclean
+.PHONY: help demo test lint format proto golden breaking test-kernels compile-kernels device-check venv clean distclean
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: venv ## Start a whole cluster, ask it a question, show what it did
 	@$(BIN)/kvoy demo
 
 test: venv ## Run every test
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-kernels: venv ## Run the tests of the Triton kernels in Triton's interpreter
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels_triton $(ARGS)
+
+compile-kernels: venv ## Compile every Triton kernel for sm_80 and sm_90, without a GPU
+	@$(BIN)/python -m kernels.compile $(ARGS)
 
 lint: venv ## Check style, types, import rules and protobuf files
 	@$(BIN)/ruff check .

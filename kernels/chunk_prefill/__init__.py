@@ -42,4 +42,4 @@ class ChunkPrefill:
             return partial(reference.run, reference.plan(*self._tables, q, kv, window_tokens=window_tokens))
         from kernels.chunk_prefill import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
-        return partial(kernel.run, kernel.plan(*self._tables, self._max_queries, q, window_tokens=window_tokens))
+        return partial(kernel.run, kernel.plan(*self._tables, self._max_queries, q, kv, window_tokens=window_tokens))

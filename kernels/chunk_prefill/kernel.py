@@ -28,18 +28,26 @@ class Tiles:
     stages: int
 
 
-_BY_DIMS = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)}
-_HOPPER_BY_DIMS = {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 128, 8, 2), 256: Tiles(128, 64, 8, 2)}
-_FP32_BY_DIMS = {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 32, 4, 1), 256: Tiles(32, 16, 4, 1)}
+_BY_DIMS = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)}
+_INT8_BY_DIMS = {64: Tiles(128, 32, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)}
+_HOPPER_BY_DIMS = {64: Tiles(128, 128, 8, 3), 128: Tiles(128, 128, 8, 3), 256: Tiles(128, 32, 8, 3)}
+_HOPPER_INT8_BY_DIMS = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 32, 8, 3)}
+_FP32_BY_DIMS = {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 16, 8, 2)}
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype, device_capability: int) -> Tiles:
-    """fp32 has no matrix units that keep all its bits. From 90 to 119, a multiprocessor has 227 KiB of shared memory;
-    all others are given what fits in 99."""
-    dims = min(max(next_power_of_2(head_dim), 64), 256)
-    if dtype == torch.float32:
-        return _FP32_BY_DIMS[dims]
-    return (_HOPPER_BY_DIMS if 90 <= device_capability < 120 else _BY_DIMS)[dims]
+def tiles_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device_capability: int) -> Tiles:
+    """The largest tiles whose numbers stay in registers: int8 needs some for its codes, and fp32, three TF32 products
+    for one, twice as many. With 3 stages the next keys arrive while these are multiplied. From 90 to 119 a
+    multiprocessor has 227 KiB of shared memory; all others are given what fits in 99.
+    """
+    is_hopper = 90 <= device_capability < 120
+    if torch.float32 in {dtype, kv_dtype}:
+        table = _FP32_BY_DIMS
+    elif kv_dtype == torch.int8:
+        table = _HOPPER_INT8_BY_DIMS if is_hopper else _INT8_BY_DIMS
+    else:
+        table = _HOPPER_BY_DIMS if is_hopper else _BY_DIMS
+    return table[min(max(next_power_of_2(head_dim), 64), 256)]
 
 
 @triton.jit
@@ -51,16 +59,18 @@ def _walk(
 ):  # fmt: skip
     """Take in keys [begin, end), from a multiple of KEYS. IS_MASKED: some query may not see some of them."""
     best, total, sums = state
-    dim = tl.arange(0, DIMS)
+    dim, offset = tl.arange(0, DIMS), tl.arange(0, KEYS)
+    is_first = (begin + offset >= seen_from) & (begin + offset < seen_to)
+    next_block = tl.load(table + (begin + offset) // BLOCK_TOKENS, mask=is_first, other=0)
     for start in range(begin, end, KEYS):
-        key = tl.multiple_of(start, KEYS) + tl.arange(0, KEYS)
+        key, block = start + offset, next_block.to(tl.int64)
+        next_block = tl.load(table + (key + KEYS) // BLOCK_TOKENS, mask=key + KEYS < seen_to, other=0)
         inside = (key >= seen_from) & (key < seen_to)
-        block = tl.load(table + key // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
         place = key % BLOCK_TOKENS
         tile = values + (block * block_step + place * (2 * HEAD_DIM))[:, None] + dim[None, :]
         whole = inside[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(tile, mask=whole, other=0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(query, tl.trans(k), input_precision="tf32x3")
         if IS_INT8:
             scale_place = scales + block * scale_block_step + place * 2
             scores *= tl.load(scale_place, mask=inside, other=0).to(tl.float32)[None, :]
@@ -74,7 +84,7 @@ def _walk(
         if IS_INT8:
             weights *= tl.load(scale_place + 1, mask=inside, other=0).to(tl.float32)[None, :]
         v = tl.load(tile + HEAD_DIM, mask=whole, other=0).to(query.dtype)
-        sums = tl.dot(weights.to(query.dtype), v, sums * shrink[:, None], input_precision="ieee")
+        sums = tl.dot(weights.to(query.dtype), v, sums * shrink[:, None], input_precision="tf32x3")
         best = better
     return best, total, sums
 
@@ -145,10 +155,10 @@ class Plan:
 
 
 def plan(
-    tables: Tensor, query_starts: Tensor, lengths: Tensor, max_queries: int, q: Tensor, *,
-    window_tokens: int | None, tiles: Tiles | None = None,
+    tables: Tensor, query_starts: Tensor, lengths: Tensor, max_queries: int, q: Tensor, kv: PagedLayer,
+    *, window_tokens: int | None, tiles: Tiles | None = None,
 ) -> Plan:  # fmt: skip
-    chosen = tiles or tiles_for(q.shape[2], q.dtype, gpu.capability(q))
+    chosen = tiles or tiles_for(q.shape[2], q.dtype, kv.format.dtype, gpu.capability(q))
     return Plan(tables, query_starts, lengths, max_queries, window_tokens, chosen)
 
 

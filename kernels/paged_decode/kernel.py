@@ -29,13 +29,19 @@ class Tiles:
     stages: int
 
 
+_BY_DIMS = {64: Tiles(256, 64, 4, 4), 128: Tiles(256, 64, 4, 3), 256: Tiles(256, 32, 4, 3)}
+_INT8_BY_DIMS = {64: Tiles(256, 64, 4, 4), 128: Tiles(256, 64, 4, 4), 256: Tiles(256, 32, 4, 4)}
+_FP32_BY_DIMS = {64: Tiles(256, 32, 4, 3), 128: Tiles(256, 32, 4, 2), 256: Tiles(256, 16, 4, 3)}
+
+
 def tiles_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tiles:
-    """16 to 32 KiB a stage, so that several programs share a multiprocessor and keep its memory pipe full."""
-    wide = next_power_of_2(head_dim) * kv_dtype.itemsize
-    keys = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    if dtype == torch.float32:
-        return Tiles(split_tokens=256, keys=min(keys, 32), warps=4, stages=2)
-    return Tiles(split_tokens=256, keys=keys, warps=4, stages=3)
+    """Stages of 16 to 32 KiB, of which two or three are on their way while one is worked on, and two or three programs
+    to a multiprocessor: enough in flight to fill its memory pipe."""
+    if torch.float32 in {dtype, kv_dtype}:
+        table = _FP32_BY_DIMS
+    else:
+        table = _INT8_BY_DIMS if kv_dtype == torch.int8 else _BY_DIMS
+    return table[min(max(next_power_of_2(head_dim), 64), 256)]
 
 
 @triton.jit
@@ -64,16 +70,19 @@ def _attend_split(
     best = tl.full((ROWS,), -1.0e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIMS), tl.float32)
-    for start in range(tl.maximum(first, seen_from // KEYS * KEYS), last, KEYS):
-        position = start + tl.arange(0, KEYS)
+    begin, key = tl.maximum(first, seen_from // KEYS * KEYS), tl.arange(0, KEYS)
+    is_token = (begin + key >= seen_from) & (begin + key < last)
+    next_block = tl.load(tables + (begin + key) // BLOCK_TOKENS, mask=is_token, other=0)
+    for start in range(begin, last, KEYS):
+        position, block = start + key, next_block.to(tl.int64)
         seen = (position >= seen_from) & (position < last)
-        block = tl.load(tables + position // BLOCK_TOKENS, mask=seen, other=0).to(tl.int64)
+        next_block = tl.load(tables + (position + KEYS) // BLOCK_TOKENS, mask=position + KEYS < last, other=0)
         place = position % BLOCK_TOKENS
         tile = values + (block * block_step + place * (2 * HEAD_DIM))[:, None] + dim[None, :]
         whole = seen[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(tile, mask=whole, other=0)
         v = tl.load(tile + HEAD_DIM, mask=whole, other=0)
-        scores = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="tf32x3") * scale
         if IS_INT8:
             scale_place = scales + block * scale_block_step + place * 2
             scores *= tl.load(scale_place, mask=seen, other=0).to(tl.float32)[None, :]
@@ -84,7 +93,7 @@ def _attend_split(
         total = total * shrink + tl.sum(weights, 1)
         if IS_INT8:
             weights *= tl.load(scale_place + 1, mask=seen, other=0).to(tl.float32)[None, :]
-        sums = tl.dot(weights.to(query.dtype), v.to(query.dtype), sums * shrink[:, None], input_precision="ieee")
+        sums = tl.dot(weights.to(query.dtype), v.to(query.dtype), sums * shrink[:, None], input_precision="tf32x3")
         best = better
     attended = sums / tl.where(total > 0, total, 1.0)[:, None]
     if IS_WHOLE:
