@@ -83,10 +83,14 @@ def main() -> int:
     for signal_to_all in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a supervisor: the parent decides
         signal.signal(signal_to_all, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    socket_fd, slab_fd = (int(argument) for argument in sys.argv[1:])
-    os.set_inheritable(socket_fd, False)
-    os.set_inheritable(slab_fd, False)
-    sock = socket.socket(fileno=socket_fd)
+    try:
+        socket_fd, slab_fd = (int(argument) for argument in sys.argv[1:])
+        sock = socket.socket(fileno=socket_fd)
+        os.set_inheritable(socket_fd, False)
+        os.set_inheritable(slab_fd, False)
+    except (ValueError, OSError):
+        sys.stderr.write("an engine worker is started by its service: python -m services.decode --help\n")
+        return 2
     channel, watch = BlockingChannel(sock), ParentWatch(sock)
     try:
         serve(channel, slab_fd)
