@@ -22,7 +22,7 @@ from kernels.rms_norm import kernel as rms_norm
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _INT8, _CHANNEL = KvFormat(torch.int8, "token"), KvFormat(torch.int8, "channel")
-_KV_HEADS, _GROUP, _BLOCK_TOKENS, _ROWS = 4, 4, 16, 2
+_BLOCK_TOKENS, _ROWS = 16, 2
 _HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
@@ -34,21 +34,29 @@ class Case:
     """Of matrices, for which the tensor cores must be used."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    dim: int
+    kv: int = 4
+    group: int = 4
+
+
 def cases() -> Iterator[Case]:
     for dtype in (_BF16, _FP16, _FP32):
         yield Case(f"rms_norm {dtype}", partial(_norm, dtype))
         yield Case(f"gated_mul {dtype}", partial(_gated, dtype))
     for head_dim in _HEAD_DIMS:
-        yield from _attention(head_dim, _BF16, KvFormat(_BF16))
+        yield from _attention(_Heads(head_dim), _BF16, KvFormat(_BF16))
     for head_dim in (64, 128, 256):
-        yield from _attention(head_dim, _BF16, _INT8)
-        yield from _attention(head_dim, _FP32, KvFormat(_FP32))
+        yield from _attention(_Heads(head_dim), _BF16, _INT8)
+        yield from _attention(_Heads(head_dim), _FP32, KvFormat(_FP32))
     for dtype, fmt in ((_FP16, KvFormat(_FP16)), (_FP32, _INT8), (_FP32, KvFormat(_BF16)), (_BF16, KvFormat(_FP32))):
-        yield from _attention(128, dtype, fmt)
+        yield from _attention(_Heads(128), dtype, fmt)
+    yield from _attention(_Heads(64, kv=1, group=1), _BF16, KvFormat(_BF16))  # Triton takes a 1 for a constant
     for dtype, fmt in ((_BF16, KvFormat(_BF16)), (_BF16, _INT8), (_FP32, KvFormat(_FP32))):
         yield Case(
-            f"chunk_prefill {_what(128, dtype, fmt)}, window",
-            partial(_prefill, 128, dtype, fmt, 512),
+            f"chunk_prefill {_what(_Heads(128), dtype, fmt)}, window",
+            partial(_prefill, _Heads(128), dtype, fmt, 512),
             has_products=True,
         )
     for pool in (KvFormat(_BF16), KvFormat(_FP32), _INT8):
@@ -57,30 +65,30 @@ def cases() -> Iterator[Case]:
                 yield Case(f"kv_pack {_name(pool)} to {_name(wire)}", partial(_copy, pool, wire))
 
 
-def _attention(head_dim: int, dtype: torch.dtype, fmt: KvFormat) -> Iterator[Case]:
-    what = _what(head_dim, dtype, fmt)
-    yield Case(f"kv_write {what}", partial(_write, head_dim, dtype, fmt, has_norms=head_dim == 128))
-    yield Case(f"paged_decode {what}", partial(_decode, head_dim, dtype, fmt), has_products=True)
-    yield Case(f"chunk_prefill {what}", partial(_prefill, head_dim, dtype, fmt, None), has_products=True)
+def _attention(heads: _Heads, dtype: torch.dtype, fmt: KvFormat) -> Iterator[Case]:
+    what = _what(heads, dtype, fmt)
+    yield Case(f"kv_write {what}", partial(_write, heads, dtype, fmt, has_norms=heads.dim == 128))
+    yield Case(f"paged_decode {what}", partial(_decode, heads, dtype, fmt), has_products=True)
+    yield Case(f"chunk_prefill {what}", partial(_prefill, heads, dtype, fmt, None), has_products=True)
 
 
-def _what(head_dim: int, dtype: torch.dtype, fmt: KvFormat) -> str:
-    return f"{dtype} over {_name(fmt)}, head dim {head_dim}"
+def _what(heads: _Heads, dtype: torch.dtype, fmt: KvFormat) -> str:
+    return f"{dtype} over {_name(fmt)}, {heads.kv} kv heads of {heads.dim}"
 
 
 def _name(fmt: KvFormat) -> str:
     return f"{fmt.dtype} by {fmt.scales}" if fmt.scales != "none" else str(fmt.dtype)
 
 
-def _pool(fmt: KvFormat, head_dim: int) -> PagedPool:
-    shape = PoolShape(2, 2, _KV_HEADS, _BLOCK_TOKENS, head_dim)
-    size_bytes = shape.blocks * shape.layers * _KV_HEADS * fmt.tile_bytes(_BLOCK_TOKENS, head_dim)
-    strides = TileStrides(block=2 * _KV_HEADS, layer=_KV_HEADS, head=1)
+def _pool(fmt: KvFormat, heads: _Heads) -> PagedPool:
+    shape = PoolShape(2, 2, heads.kv, _BLOCK_TOKENS, heads.dim)
+    size_bytes = shape.blocks * shape.layers * heads.kv * fmt.tile_bytes(_BLOCK_TOKENS, heads.dim)
+    strides = TileStrides(block=2 * heads.kv, layer=heads.kv, head=1)
     return PagedPool(torch.zeros(size_bytes, dtype=torch.uint8), fmt, shape, strides)
 
 
-def _queries(head_dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((_ROWS, _KV_HEADS * _GROUP, head_dim), dtype=dtype)
+def _queries(heads: _Heads, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((_ROWS, heads.kv * heads.group, heads.dim), dtype=dtype)
 
 
 def _integers(*shape: int) -> Tensor:
@@ -100,31 +108,31 @@ def _gated(dtype: torch.dtype) -> None:
     gated_mul.gelu_tanh_mul(gate_up, gate_up[:, :4096])
 
 
-def _write(head_dim: int, dtype: torch.dtype, fmt: KvFormat, *, has_norms: bool) -> None:
-    qkv = torch.zeros((_ROWS, _KV_HEADS * (_GROUP + 2), head_dim), dtype=dtype)
-    turn, weight = torch.zeros((_ROWS, head_dim // 2)), torch.zeros(head_dim)
+def _write(heads: _Heads, dtype: torch.dtype, fmt: KvFormat, *, has_norms: bool) -> None:
+    qkv = torch.zeros((_ROWS, heads.kv * (heads.group + 2), heads.dim), dtype=dtype)
+    turn, weight = torch.zeros((_ROWS, heads.dim // 2)), torch.zeros(heads.dim)
     norms = QkNorm(weight, weight, 1e-5) if has_norms else None
     slots = torch.zeros(_ROWS, dtype=torch.int64)
-    kv_write.run(slots, qkv, Angles(turn, turn), _pool(fmt, head_dim).layer(0), norms)
+    kv_write.run(slots, qkv, Angles(turn, turn), _pool(fmt, heads).layer(0), norms)
 
 
-def _decode(head_dim: int, dtype: torch.dtype, fmt: KvFormat) -> None:
-    q, kv = _queries(head_dim, dtype), _pool(fmt, head_dim).layer(0)
+def _decode(heads: _Heads, dtype: torch.dtype, fmt: KvFormat) -> None:
+    q, kv = _queries(heads, dtype), _pool(fmt, heads).layer(0)
     for max_kv_tokens in (1, 4096):  # without and with a merge
         plan = paged_decode.plan(_integers(_ROWS, 16), _integers(_ROWS), max_kv_tokens, q, kv, window_tokens=None)
         paged_decode.run(plan, q, kv, 0.1, q)
 
 
-def _prefill(head_dim: int, dtype: torch.dtype, fmt: KvFormat, window_tokens: int | None) -> None:
-    q, kv = _queries(head_dim, dtype), _pool(fmt, head_dim).layer(0)
+def _prefill(heads: _Heads, dtype: torch.dtype, fmt: KvFormat, window_tokens: int | None) -> None:
+    q, kv = _queries(heads, dtype), _pool(fmt, heads).layer(0)
     starts = _integers(_ROWS + 1)
     plan = chunk_prefill.plan(_integers(_ROWS, 16), starts, _integers(_ROWS), 512, q, kv, window_tokens=window_tokens)
     chunk_prefill.run(plan, q, kv, 0.1, q)
 
 
 def _copy(pool_format: KvFormat, wire_format: KvFormat) -> None:
-    pool, part = _pool(pool_format, 128), KvPart(0, 2, 0, _KV_HEADS)
-    tiles = torch.zeros((1, 2, _KV_HEADS, wire_format.tile_bytes(_BLOCK_TOKENS, 128)), dtype=torch.uint8)
+    pool, part = _pool(pool_format, _Heads(128)), KvPart(0, 2, 0, 4)
+    tiles = torch.zeros((1, 2, 4, wire_format.tile_bytes(_BLOCK_TOKENS, 128)), dtype=torch.uint8)
     wire, blocks = KvWire(tiles, wire_format), torch.zeros(1, dtype=torch.int64)
     kv_pack.kv_pack(pool, blocks, part, _BLOCK_TOKENS, wire)
     kv_pack.kv_unpack(wire, blocks, part, pool)

@@ -89,7 +89,9 @@ def _walk(
     return best, total, sums
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_row"], do_not_specialize_on_alignment=["tables", "query_starts", "lengths"]
+)  # fmt: skip
 def _chunk_prefill(
     q, values, scales, tables, query_starts, lengths, out,
     scale, window, q_row, q_head, out_row, out_head, table_row,

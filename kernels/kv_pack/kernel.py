@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _WORDS = 1024
 """Copied at a time by 4 warps: 32 bytes a thread."""
 _ALL_TOKENS = 2**31 - 1
+_VARIES = ["layers", "heads", "first_tile", "valid_tokens"]
+"""From call to call: none of it may make the compiler start again."""
 
 
 @triton.jit
@@ -33,31 +35,40 @@ def _pool_tile(blocks, tile, layers, heads, first_tile, block_step, layer_step, 
 
 
 @triton.jit
+def _filled(tile, layers, heads, valid_tokens, BLOCK_TOKENS: tl.constexpr):
+    """How many tokens of a tile are valid."""
+    return tl.minimum(tl.maximum(valid_tokens - tile // (layers * heads) * BLOCK_TOKENS, 0), BLOCK_TOKENS)
+
+
+@triton.jit(do_not_specialize=_VARIES, do_not_specialize_on_alignment=["blocks"])
 def _copy(
     pool, wire, blocks, layers, heads, first_tile, block_step, layer_step, head_step, valid_tokens,
     BLOCK_TOKENS: tl.constexpr, ROW_WORDS: tl.constexpr, TILE_WORDS: tl.constexpr, WORDS: tl.constexpr,
-    TO_WIRE: tl.constexpr,
+    TOKENS: tl.constexpr, TO_WIRE: tl.constexpr,
 ):  # fmt: skip
+    CODE_WORDS: tl.constexpr = BLOCK_TOKENS * ROW_WORDS
     tile = tl.program_id(0)
-    filled = valid_tokens - tile // (layers * heads) * BLOCK_TOKENS
     in_pool = _pool_tile(blocks, tile, layers, heads, first_tile, block_step, layer_step, head_step)
+    filled = _filled(tile, layers, heads, valid_tokens, BLOCK_TOKENS)
     pool += in_pool * TILE_WORDS
     wire += tile.to(tl.int64) * TILE_WORDS
-    for first in tl.static_range(0, TILE_WORDS, WORDS):
+    source, target = (pool, wire) if TO_WIRE else (wire, pool)
+    for first in tl.static_range(0, CODE_WORDS, WORDS):
         word = first + tl.arange(0, WORDS)
-        inside = word < TILE_WORDS
-        if TO_WIRE:
-            past_codes = word - BLOCK_TOKENS * ROW_WORDS
-            token = tl.where(past_codes < 0, word // ROW_WORDS, past_codes)
-            tl.store(wire + word, tl.load(pool + word, mask=inside & (token < filled), other=0), mask=inside)
-        else:
-            tl.store(pool + word, tl.load(wire + word, mask=inside, other=0), mask=inside)
+        # Two comparisons of words with multiples of 4 leave the loads 16 bytes wide; one of tokens would not.
+        is_filled = (word < CODE_WORDS) & (word < filled * ROW_WORDS)
+        tl.store(target + word, tl.load(source + word, mask=is_filled, other=0), mask=word < CODE_WORDS)
+    if TILE_WORDS > CODE_WORDS:
+        token = tl.arange(0, TOKENS)
+        is_filled = (token < BLOCK_TOKENS) & (token < filled)
+        scales = tl.load(source + CODE_WORDS + token, mask=is_filled, other=0)
+        tl.store(target + CODE_WORDS + token, scales, mask=token < BLOCK_TOKENS)
 
 
 @triton.jit
-def _load(values, scales, token, dim, filled, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KIND: tl.constexpr):
+def _load(values, scales, token, dim, filled, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):
     """Of a tile k and v [tokens, dims], in fp32; zeros past ``filled``."""
-    is_token = (token < BLOCK_TOKENS) & (token < filled)
+    is_token = token < filled
     inside = is_token[:, None] & (dim < HEAD_DIM)[None, :]
     place = values + token[:, None] * (2 * HEAD_DIM) + dim[None, :]
     k = tl.load(place, mask=inside, other=0).to(tl.float32)
@@ -92,7 +103,7 @@ def _store(
     tl.store(place + HEAD_DIM, v.to(values.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARIES, do_not_specialize_on_alignment=["blocks"])
 def _convert(
     pool, pool_halves, wire, wire_halves, blocks, layers, heads, first_tile, block_step, layer_step, head_step,
     pool_tile, pool_tile_halves, wire_tile, wire_tile_halves, valid_tokens,
@@ -108,12 +119,12 @@ def _convert(
     wire += in_wire * wire_tile
     wire_halves += in_wire * wire_tile_halves + BLOCK_TOKENS * HEAD_DIM
     token, dim = tl.arange(0, TOKENS), tl.arange(0, DIMS)
+    filled = _filled(tile, layers, heads, valid_tokens, BLOCK_TOKENS)
     if TO_WIRE:
-        filled = valid_tokens - tile // (layers * heads) * BLOCK_TOKENS
-        k, v = _load(pool, pool_halves, token, dim, filled, HEAD_DIM, BLOCK_TOKENS, POOL_KIND)
+        k, v = _load(pool, pool_halves, token, dim, filled, HEAD_DIM, POOL_KIND)
         _store(k, v, wire, wire_halves, token, dim, HEAD_DIM, BLOCK_TOKENS, WIRE_KIND)
     else:
-        k, v = _load(wire, wire_halves, token, dim, BLOCK_TOKENS, HEAD_DIM, BLOCK_TOKENS, WIRE_KIND)
+        k, v = _load(wire, wire_halves, token, dim, filled, HEAD_DIM, WIRE_KIND)
         _store(k, v, pool, pool_halves, token, dim, HEAD_DIM, BLOCK_TOKENS, POOL_KIND)
 
 
@@ -135,11 +146,12 @@ def _launch(
     first_tile = part.first_layer * strides.layer + part.first_head * strides.head
     where = (blocks, part.layers, part.heads, first_tile, strides.block, strides.layer, strides.head)
     if wire.format == pool.format:
-        tile_words = wire.tiles.shape[3] // 4
+        row_words = 2 * shape.head_dim * wire.format.dtype.itemsize // 4
         _copy[(tiles,)](
             pool.tiles.view(torch.int32), wire.tiles.view(torch.int32), *where, valid_tokens,
-            BLOCK_TOKENS=shape.block_tokens, ROW_WORDS=2 * shape.head_dim * wire.format.dtype.itemsize // 4,
-            TILE_WORDS=tile_words, WORDS=min(next_power_of_2(tile_words), _WORDS), TO_WIRE=to_wire,
+            BLOCK_TOKENS=shape.block_tokens, ROW_WORDS=row_words, TILE_WORDS=wire.tiles.shape[3] // 4,
+            WORDS=min(next_power_of_2(shape.block_tokens * row_words), _WORDS),
+            TOKENS=next_power_of_2(shape.block_tokens), TO_WIRE=to_wire,
         )  # fmt: skip
         return
     wire_bytes, pool_bytes = wire.tiles.shape[3], pool.format.tile_bytes(shape.block_tokens, shape.head_dim)

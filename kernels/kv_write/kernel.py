@@ -55,7 +55,7 @@ def _store_int8(place, scale_place, first, second, inside, is_head, HALF: tl.con
     tl.store(scale_place, scale, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _kv_write(
     qkv, cos, sin, slots, values, scales, q_weight, k_weight, eps,
     heads, kv_heads, qkv_token, qkv_head, cos_token, sin_token,

@@ -1,7 +1,8 @@
 """Triton twin of PagedDecode: flash decoding. Each program attends over one split of a row's tokens for the query heads
 of one kv head, then the splits of a row are merged by their log-sum-exp.
 
-The size of a split is constant, not the number of splits: what a row's bits are is decided by the row alone.
+The size of a split is constant, not the number of splits: what a row's bits are is decided by the row alone. What
+changes from step to step is in no kernel's specialisation: a batch of another size must not wait for the compiler.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ def tiles_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Tiles
     return table[min(max(next_power_of_2(head_dim), 64), 256)]
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["splits", "table_row"], do_not_specialize_on_alignment=["tables", "lengths"]
+)  # fmt: skip
 def _attend_split(
     q, values, scales, tables, lengths, partial, log_sums, out,
     scale, window, kv_heads, splits, q_row, q_head, out_row, out_head, table_row,
@@ -105,7 +108,7 @@ def _attend_split(
         tl.store(log_sums + index, best + tl.log2(total), mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths"])
 def _merge(
     partial, log_sums, lengths, out, window, splits, out_row, out_head,
     HEAD_DIM: tl.constexpr, SPLIT_TOKENS: tl.constexpr, SPLITS: tl.constexpr, DIMS: tl.constexpr,

@@ -68,7 +68,7 @@ def test_every_kernel_compiles_for_sm_80_and_sm_90():
             "paged_decode/kernel.py",
             "256, 64, 4, 3)",
             "256, 64, 4, 7)",
-            ["paged_decode", "bfloat16, head dim 128"],
+            ["paged_decode", "bfloat16, 4 kv heads of 128"],
             "shared",
         ),
     ],
