@@ -28,9 +28,10 @@ from kvoy.engine.messages import (
 )
 from kvoy.engine.model import Decoder
 from kvoy.engine.models import ModelFiles, resolve
+from kvoy.engine.quant import Int4Weights, try_int4
 from kvoy.engine.row_invariance import RowInvariance, prove
 from kvoy.engine.runner import Runner
-from kvoy.engine.settings_check import DTYPES, KV_DTYPES, check_memory, check_settings
+from kvoy.engine.settings_check import DTYPES, check_memory, check_settings, kv_dtype_of
 from kvoy.engine.slab import Slab, slot_bytes
 from kvoy.engine.spec import ModelSpec
 from kvoy.engine.transfers import DirectTransfers, StagedTransfers, Transfers
@@ -60,7 +61,8 @@ class Engine:
         if device.place.type == "cpu":
             check_memory(settings, spec, settings.slots * slot)
         progress(f"loading {files.name} in {settings.dtype}")
-        decoder = _decoder(spec, load_weights(files, DTYPES[settings.dtype], progress), device)
+        int4 = _int4(files, spec, device, progress) if settings.dtype == "int4" else None
+        decoder = _decoder(spec, load_weights(files, DTYPES[settings.dtype], progress), int4, device)
         if settings.deterministic:
             decoder.compute_rows_alike(RowInvariance(progress))
         _check_room(layout, device)
@@ -133,11 +135,20 @@ class Engine:
         self._runner.run(StepPlan(1, decode=(DecodeRow("warm-up", 0, tokens - 1, table, GREEDY),)))
 
 
-def _decoder(spec: ModelSpec, weights: dict[str, torch.Tensor], device: Device) -> Decoder:
+def _int4(files: ModelFiles, spec: ModelSpec, device: Device, progress: Callable[[str], None]) -> Int4Weights | None:
+    """ConfigError for a model whose file has no weights of four bits; None where they would not help."""
+    weights = Int4Weights.of(files, spec)
+    if device.place.type == "cpu" and try_int4():
+        return weights
+    progress("four-bit weights are of no use to this device or torch; computing in bf16 throughout")
+    return None
+
+
+def _decoder(spec: ModelSpec, weights: dict[str, torch.Tensor], int4: Int4Weights | None, device: Device) -> Decoder:
     try:
         for name, weight in weights.items():  # one by one: what the host held of it is gone soon after
             weights[name] = weight.to(device.place)
-        return Decoder(spec, weights)
+        return Decoder(spec, weights, int4)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the weights do not fit into the GPU's memory; use a smaller model, dtype bf16, or device cpu"
@@ -166,13 +177,12 @@ def _transfers(
 
 
 def kv_spec_of(spec: ModelSpec, settings: EngineSettings) -> KvSpec:
-    label = settings.dtype if settings.kv_dtype == "auto" else settings.kv_dtype
     return KvSpec(
         layers=len(spec.layers),
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
         block_tokens=settings.block_tokens,
-        dtype=KV_DTYPES[label],
+        dtype=kv_dtype_of(settings),
     )
 
 

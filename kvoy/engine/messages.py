@@ -18,7 +18,7 @@ class EngineSettings:
     model: str
     """Preset name, GGUF file, Hugging Face directory or hub id."""
     dtype: str
-    """fp32 or bf16: weights and activations."""
+    """fp32 or bf16: weights and activations. int4: bf16, with the four-bit weights of a GGUF file for few rows."""
     block_tokens: int
     pool_bytes: int
     """Upper bound of the KV pool; the worker reports how many blocks that gave."""
@@ -26,7 +26,7 @@ class EngineSettings:
     slots: int
     threads: int
     kv_dtype: str = "auto"
-    """fp32, bf16 or int8: the KV pool, and so what is shipped; auto is ``dtype``'s."""
+    """fp32, bf16 or int8: the KV pool, and so what is shipped; auto is what ``dtype`` computes in."""
     device: str = "cpu"
     """cpu, cuda, or auto: a GPU that can do all that is needed, else the CPU."""
     graph_rows: int = 0

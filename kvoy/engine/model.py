@@ -17,6 +17,7 @@ from kvoy.engine.batch import Batch
 from kvoy.engine.head import fp32_logits
 from kvoy.engine.kv_cache import KvPool
 from kvoy.engine.layers import ACTIVATIONS, GatedLinear, Linear, Rope, try_packing
+from kvoy.engine.quant import Int4Weights
 from kvoy.engine.row_invariance import RowInvariance, RowOp
 from kvoy.engine.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -49,10 +50,10 @@ class _Forward:
 
 
 class Decoder:
-    """Owns the weights. ``weights`` (kvoy.engine.spec.weight_shapes, one dtype) is emptied as they are made ready, so
-    that none is held twice."""
+    """Owns the weights. ``weights`` (kvoy.engine.spec.weight_shapes, norms in fp32, the others in one dtype) is emptied
+    as they are made ready, so that none is held twice. With ``int4``, steps of few rows read those instead."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], int4: Int4Weights | None = None) -> None:
         self.spec = spec
         self._embed = weights.pop("embed")
         device = self._embed.device
@@ -60,7 +61,7 @@ class Decoder:
         self._head_weight = self._embed if spec.tied_embeddings else weights.pop("head")
         self._head: RowOp = Linear(self._head_weight, None, packed=packed)
         self._final_norm = weights.pop("final_norm").float()
-        self._layers = [_make_layer(spec, index, weights, packed=packed) for index in range(len(spec.layers))]
+        self._layers = [_make_layer(spec, index, weights, int4, packed=packed) for index in range(len(spec.layers))]
         self._ropes = {layer.rope: Rope(layer.rope, device) for layer in spec.layers}
         # As a number of the weights' own precision, which is what the models were trained with.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._embed.dtype))
@@ -150,23 +151,35 @@ class Decoder:
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 
 
-def _make_layer(spec: ModelSpec, index: int, weights: dict[str, Tensor], *, packed: bool) -> _Layer:
+def _make_layer(
+    spec: ModelSpec, index: int, weights: dict[str, Tensor], int4: Int4Weights | None, *, packed: bool
+) -> _Layer:
     def take(name: str) -> Tensor:
         return weights.pop(f"layers.{index}.{name}")
 
     def norm(name: str) -> Tensor:
         return take(name).float()
 
+    def linear(*names: str, bias: Tensor | None = None) -> RowOp:
+        parts = [take(name) for name in names]
+        made = Linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias, packed=packed)
+        return made if int4 is None else int4.linear(made, [f"layers.{index}.{name}" for name in names], bias)
+
+    def gated(gate: str, up: str) -> RowOp:
+        activation = ACTIVATIONS[spec.activation]
+        made = GatedLinear(take(gate), take(up), activation, packed=packed)
+        return made if int4 is None else int4.gated(made, f"layers.{index}.{gate}", f"layers.{index}.{up}", activation)
+
     bias = torch.cat([take("q_bias"), take("k_bias"), take("v_bias")]) if spec.qkv_bias else None
     return _Layer(
         spec=spec.layers[index],
         attn_norm=norm("attn_norm"),
-        qkv=Linear(torch.cat([take("q"), take("k"), take("v")]), bias, packed=packed),
+        qkv=linear("q", "k", "v", bias=bias),
         qk_norm=QkNorm(norm("q_norm"), norm("k_norm"), spec.norm_eps) if spec.qk_norm else None,
-        o=Linear(take("o"), None, packed=packed),
+        o=linear("o"),
         attn_post_norm=norm("attn_post_norm") if spec.post_norms else None,
         ffn_norm=norm("ffn_norm"),
-        gate_up=GatedLinear(take("gate"), take("up"), ACTIVATIONS[spec.activation], packed=packed),
-        down=Linear(take("down"), None, packed=packed),
+        gate_up=gated("gate", "up"),
+        down=linear("down"),
         ffn_post_norm=norm("ffn_post_norm") if spec.post_norms else None,
     )

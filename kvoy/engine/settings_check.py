@@ -12,9 +12,11 @@ from kvoy.core.errors import ConfigError
 from kvoy.core.types import KvDtype
 from kvoy.engine.memory import available_bytes
 from kvoy.engine.messages import EngineSettings
+from kvoy.engine.quant import EXTRA_BYTES
 from kvoy.engine.spec import ModelSpec, weight_shapes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch.bfloat16}
+"""What is computed in: int4 is bf16, with the weights of a step of few rows in four bits (kvoy.engine.quant)."""
 KV_DTYPES = {"fp32": KvDtype.FP32, "bf16": KvDtype.BF16, "int8": KvDtype.INT8}
 _THREADS_PER_CORE = 4
 _ALWAYS_ALLOWED_THREADS = 16
@@ -24,7 +26,7 @@ _ALWAYS_ALLOWED_THREADS = 16
 def check_settings(settings: EngineSettings) -> None:
     """ConfigError for a value that no model could run with; of the device, kvoy.engine.device says that."""
     if settings.dtype not in DTYPES:
-        raise ConfigError(f"dtype {settings.dtype!r} is not known; use {' or '.join(DTYPES)}")
+        raise ConfigError(f"dtype {settings.dtype!r} is not known; use {', '.join(DTYPES)}")
     if settings.kv_dtype not in ("auto", *KV_DTYPES):
         raise ConfigError(f"kv_dtype {settings.kv_dtype!r} is not known; use auto, {', '.join(KV_DTYPES)}")
     _check_numbers(settings)
@@ -62,7 +64,7 @@ def check_memory(settings: EngineSettings, spec: ModelSpec, slab_bytes: int) -> 
     available = available_bytes()
     if available is None:
         return
-    weights = sum(math.prod(shape) for shape in weight_shapes(spec).values()) * DTYPES[settings.dtype].itemsize
+    weights = _weight_bytes(settings, spec)
     if weights > available:
         raise ConfigError(
             f"the model's weights take {_size(weights)} in {settings.dtype}, but {_size(available)} of memory can be "
@@ -74,6 +76,17 @@ def check_memory(settings: EngineSettings, spec: ModelSpec, slab_bytes: int) -> 
             f"{_size(slab_bytes)} do not fit into the {_size(available)} of memory that can be had here; "
             "lower pool_bytes" + (", slots or slot_bytes" if slab_bytes > settings.pool_bytes else "")
         )
+
+
+def _weight_bytes(settings: EngineSettings, spec: ModelSpec) -> int:
+    item_bytes = DTYPES[settings.dtype].itemsize + (EXTRA_BYTES if settings.dtype == "int4" else 0)
+    return int(sum(math.prod(shape) for shape in weight_shapes(spec).values()) * item_bytes)
+
+
+def kv_dtype_of(settings: EngineSettings) -> KvDtype:
+    """Of the pool; ``auto`` is what is computed in."""
+    own = "fp32" if DTYPES[settings.dtype] is torch.float32 else "bf16"
+    return KV_DTYPES[own if settings.kv_dtype == "auto" else settings.kv_dtype]
 
 
 def _size(count: int) -> str:

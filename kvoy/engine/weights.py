@@ -89,16 +89,19 @@ def _complete(sources: dict[str, Source], spec: ModelSpec, origin: Path) -> dict
 
 def _gguf_sources(files: ModelFiles, spec: ModelSpec) -> dict[str, Source]:
     file = GgufFile(files.path)
+    sources = {name: _gguf_source(file, place, row_heads) for name, place, row_heads in gguf_weights(file, spec)}
+    return _complete(sources, spec, files.path)
+
+
+def gguf_weights(file: GgufFile, spec: ModelSpec) -> Iterator[tuple[str, TensorPlace, int | None]]:
+    """Canonical name and place of each weight in a file, and by how many heads its rows have to be put in half-split
+    order; None: not at all."""
     heads = {"q": spec.heads, "k": spec.kv_heads, "q_bias": spec.heads, "k_bias": spec.kv_heads}
     permuted = gguf_config.rows_are_permuted(file)
-    sources: dict[str, Source] = {}
     for place in file.tensors.values():
         name = gguf_config.canonical_name(place.name)
-        if name is None:
-            continue
-        row_heads = heads.get(name.rpartition(".")[2]) if permuted else None
-        sources[name] = _gguf_source(file, place, row_heads)
-    return _complete(sources, spec, files.path)
+        if name is not None:
+            yield name, place, heads.get(name.rpartition(".")[2]) if permuted else None
 
 
 def _gguf_source(file: GgufFile, place: TensorPlace, row_heads: int | None) -> Source:
@@ -117,12 +120,12 @@ def _gguf_source(file: GgufFile, place: TensorPlace, row_heads: int | None) -> S
             ) from None
         # The file's own fp32 arrive as a view of the read-only mapping, which torch does not take.
         weight = torch.from_numpy(np.require(values, np.float32, ("C", "W"))).reshape(place.shape)
-        return weight if row_heads is None else _half_split_rows(weight, row_heads)
+        return weight if row_heads is None else half_split_rows(weight, row_heads)
 
     return read
 
 
-def _half_split_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def half_split_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows (x0, y0, x1, y1, …) of each head, as interleaved RoPE wants them, to (x0, x1, … y0, y1, …)."""
     if weight.shape[0] % (2 * heads):
         return weight  # the check against the spec will say what is wrong

@@ -30,7 +30,9 @@ class EnginePodConfig(PodConfig):
     """What every pod with an engine can be told."""
 
     model: str = option("smollm2-135m", "Preset, GGUF file, Hugging Face folder or hub id.")
-    dtype: Literal["bf16", "fp32"] = option("fp32", "Number format of weights and activations.")
+    dtype: Literal["bf16", "fp32", "int4"] = option(
+        "fp32", "Number format of weights and activations; int4 is bf16 that decodes few requests with 4-bit weights."
+    )
     kv_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
         "auto", "Number format of the KV pool, equal in all pods; auto is dtype's, int8 holds twice as much as bf16."
     )

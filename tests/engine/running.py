@@ -13,6 +13,7 @@ from kvoy.engine.batch import Limits, build_batch
 from kvoy.engine.kv_cache import KvLayout, KvPool
 from kvoy.engine.model import Decoder
 from kvoy.engine.models import ModelFiles, resolve
+from kvoy.engine.quant import Int4Weights
 from kvoy.engine.runner import Runner
 from kvoy.engine.weights import load_weights
 
@@ -30,10 +31,12 @@ def load(
     block_tokens: int,
     dtype: KvDtype = KvDtype.FP32,
     kv_dtype: KvDtype | None = None,
+    int4: bool = False,
 ) -> tuple[Decoder, KvPool]:
     """``dtype`` of the weights, and of the pool unless ``kv_dtype`` says otherwise."""
     spec = files.spec()
-    decoder = Decoder(spec, load_weights(files, {KvDtype.FP32: torch.float32, KvDtype.BF16: torch.bfloat16}[dtype]))
+    weights = load_weights(files, {KvDtype.FP32: torch.float32, KvDtype.BF16: torch.bfloat16}[dtype])
+    decoder = Decoder(spec, weights, Int4Weights.of(files, spec) if int4 else None)
     kv_spec = KvSpec(len(spec.layers), spec.kv_heads, spec.head_dim, block_tokens, kv_dtype or dtype)
     return decoder, KvPool(KvLayout(kv_spec, blocks))
 

@@ -61,7 +61,7 @@ def test_a_slot_that_is_not_there_is_refused():
     ("change", "sentence"),
     [
         ({"model": "no-such-model"}, "there is no model 'no-such-model'"),
-        ({"dtype": "fp8"}, "dtype 'fp8' is not known; use fp32 or bf16"),
+        ({"dtype": "fp8"}, "dtype 'fp8' is not known; use fp32, bf16, int4"),
         ({"kv_dtype": "int4"}, "kv_dtype 'int4' is not known; use auto, fp32, bf16, int8"),
         ({"device": "abacus"}, "there is no device 'abacus' here; use cpu"),
         ({"pool_bytes": 1 << 60}, r"a KV pool of 1,073,741,824\.0 GiB, .* do not fit .*; lower pool_bytes"),
