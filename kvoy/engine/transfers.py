@@ -24,7 +24,8 @@ from kvoy.engine.packing import Packed
 from kvoy.engine.slab import Slab
 from kvoy.engine.uploads import Uploads
 
-_STAGES = 4
+_STAGES = 16
+"""At most. With fewer than there are exports before a step, the step would wait until some have left."""
 
 
 class Transfers(Protocol):

@@ -5,6 +5,7 @@ import torch
 
 from kvoy.core.errors import InvariantError
 from kvoy.core.types import KvDtype, KvSpec
+from kvoy.engine import transfers as transfers_module
 from kvoy.engine import uploads as uploads_module
 from kvoy.engine.kv_cache import KvLayout, KvPool
 from kvoy.engine.messages import ExportBlocks, ImportBlocks
@@ -50,6 +51,7 @@ def bits(pool: KvPool) -> torch.Tensor:
 def races(monkeypatch) -> Races:
     races = Races()
     monkeypatch.setattr(Packed, "write", watched_write(races, Packed.write))
+    monkeypatch.setattr(transfers_module, "_STAGES", 4)  # fewer than slots: stages are waited for, too
     return races
 
 
