@@ -79,7 +79,7 @@ class Engine:
                 f"{files.path} makes no numbers: {error}; its weights are broken, fetch it again"
             ) from error
         if settings.deterministic:
-            prove(self._runner.run, kv_spec, layout.blocks, spec.vocab_tokens)
+            prove(self._runner.run, layout.blocks, min(kv_spec.block_tokens, context_tokens), spec.vocab_tokens)
         if device.place.type != "cpu":
             self._capture(Buckets.up_to(min(settings.graph_rows, layout.blocks), context_tokens), progress)
         self.ready = _ready(files, spec, layout, context_tokens, time.monotonic() - started_at)

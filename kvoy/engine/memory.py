@@ -10,6 +10,7 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_MADV_DONTNEED = 4
 _KEEP_BYTES = 1 << 30
 _OLD_MMAP_LIMIT_BYTES = 32 << 20
 """The most that older releases of glibc take for M_MMAP_THRESHOLD."""
@@ -34,6 +35,28 @@ def give_back_freed_memory() -> None:
     """Hand the pages that nobody uses back to the kernel, now."""
     if (malloc_trim := _libc_function("malloc_trim")) is not None:
         malloc_trim(ctypes.c_size_t(0))
+
+
+def forget_file_pages(suffix: str, smaps: Path = Path("/proc/self/smaps")) -> None:
+    """Let go of what is mapped from files whose name ends so, where nothing was written to it: a page that is used
+    again comes back from the kernel's file cache. Weights that were made ready need their files no more."""
+    madvise = _libc_function("madvise")
+    if madvise is None:
+        return
+    for start, size in _unwritten_mappings(suffix, smaps):
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
+
+
+def _unwritten_mappings(suffix: str, smaps: Path) -> Iterator[tuple[int, int]]:
+    """(start, size). A mapping is a line with its range and file, followed by lines of figures about it."""
+    found: tuple[int, int] | None = None
+    for line in _lines(smaps):
+        name, _, figure = line.partition(":")
+        if " " in name:  # "7f0c00000000-7f0c20000000 r--p 00000000 08" and then the rest of a first line
+            start, _, end = name.split()[0].partition("-")
+            found = (int(start, 16), int(end, 16) - int(start, 16)) if line.endswith(suffix) else None
+        elif name == "Anonymous" and found and figure.split()[0] == "0":
+            yield found
 
 
 def _libc_function(name: str) -> "ctypes._NamedFuncPointer | None":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvoy.core.errors import ConfigError
 from kvoy.core.step import DecodeRow, PrefillRow, Sampled, StepPlan, StepResult
-from kvoy.core.types import KvSpec, SamplingParams
+from kvoy.core.types import SamplingParams
 
 RowOp = Callable[[Tensor], Tensor]
 """[rows, in] -> [rows, out]."""
@@ -23,6 +23,7 @@ TILE_ROWS = (16, 4, 1)
 _COMPANIES = (2, 3, 8, 33, 128)
 _PROBE_ROWS = max(_COMPANIES)
 _PROOF_ROWS = (2, 3, 8, 33)
+_PROOF_ALONE = (0, 1, 7, 32)
 _PROOF_SAMPLING = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1, top_logprobs=20)
 
 
@@ -77,34 +78,37 @@ def is_row_invariant(op: RowOp, like: Tensor) -> bool:
     return all(
         torch.equal(op(rows[first : first + size]), together[first : first + size])
         for size in _COMPANIES
-        for first in {0, 5, 16, _PROBE_ROWS - size}
-        if first + size <= _PROBE_ROWS
+        for first in (0, min(5, _PROBE_ROWS - size))
+        if size < _PROBE_ROWS
     )
 
 
-def prove(run: Callable[[StepPlan], StepResult], spec: KvSpec, pool_blocks: int, vocab_tokens: int) -> None:
+def prove(run: Callable[[StepPlan], StepResult], pool_blocks: int, block_tokens: int, vocab_tokens: int) -> None:
     """Compare what the model says of rows alone, in company, and beside a chunk; ConfigError when a bit differs.
 
-    Leaves garbage in the first blocks of the pool, which nobody reads.
+    Each row has a block of its own, of which ``block_tokens`` may be used. Leaves garbage in the first blocks of the
+    pool, which nobody reads.
     """
     rows = min(_PROOF_ROWS[-1], pool_blocks - 1)
-    lengths = [1 + row % max(1, spec.block_tokens - 1) for row in range(rows)]  # tokens before the row's own
-    ids = [
-        tuple((31 * row + 7 * place) % vocab_tokens for place in range(length)) for row, length in enumerate(lengths)
-    ]
-    if spec.block_tokens > 1 and rows:
-        run(StepPlan(0, tuple(PrefillRow(str(row), ids[row], 0, (row,)) for row in range(rows))))
-    else:
-        lengths = [0] * rows
+    lengths = [row % block_tokens for row in range(rows)]  # of what is before each row's own token
+    ids = [tuple((31 * row + 7 * place) % vocab_tokens for place in range(lengths[row])) for row in range(rows)]
+    histories = tuple(PrefillRow(str(row), ids[row], 0, (row,)) for row in range(rows) if ids[row])
+    if histories:
+        run(StepPlan(0, histories))
     decodes = [DecodeRow(str(row), row % vocab_tokens, lengths[row], (row,), _PROOF_SAMPLING) for row in range(rows)]
-    alone = [_sampled(run, [decode]) for decode in decodes]
-    chunk = PrefillRow("chunk", (5 % vocab_tokens,) * spec.block_tokens, 0, (rows,))
-    for company in [decodes[:size] for size in _PROOF_ROWS if size <= rows]:
-        expected = [one for decode in company for one in alone[int(decode.request_id)]]
-        if _sampled(run, company) != expected or _sampled(run, company, (chunk,)) != expected:
+    together = _sampled(run, decodes) if decodes else []
+    chunk = PrefillRow("chunk", (5 % vocab_tokens,) * block_tokens, 0, (rows,))
+    sized = [list(range(size)) for size in _PROOF_ROWS]
+    for company, chunks in [
+        *(([row], ()) for row in _PROOF_ALONE),
+        *((some, chunks) for some in sized for chunks in ((), (chunk,))),
+    ]:
+        if company[-1] >= rows:
+            continue
+        if _sampled(run, [decodes[row] for row in company], chunks) != [together[row] for row in company]:
             raise ConfigError(
-                f"this machine computes a row otherwise in a batch of {len(company)} than alone, so the engine cannot "
-                "be deterministic here; leave deterministic out, or use another release of torch"
+                f"this machine computes a row otherwise in a batch of {len(company)} than in one of {rows}, so the "
+                "engine cannot be deterministic; leave deterministic out, or use another release of torch"
             )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvoy.core.errors import ConfigError, KvoyError
 from kvoy.engine.channel import BlockingChannel
-from kvoy.engine.memory import give_back_freed_memory, keep_freed_memory
+from kvoy.engine.memory import forget_file_pages, give_back_freed_memory, keep_freed_memory
 from kvoy.engine.messages import Answer, EngineSettings, ExportBlocks, Failed, ImportBlocks, Progress, RunStep, Stop
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
     gc.collect()
     gc.freeze()  # what the model is made of stays: no later collection need look at it
     give_back_freed_memory()
+    forget_file_pages(".safetensors")
     channel.send(engine.ready)
     while orders := orders or channel.receive():
         for answer in _answers(engine, orders):

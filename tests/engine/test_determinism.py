@@ -180,7 +180,7 @@ def test_a_deterministic_engine_starts_and_says_nothing_of_it():
     assert told[0] == "loading gemma3 in fp32"
 
 
-@pytest.mark.parametrize("change", [{"block_tokens": 1}, {"pool_bytes": 4 * 2 * 16 * 2 * 4 * 4}])
+@pytest.mark.parametrize("change", [{"block_tokens": 1}, {"context_tokens": 1}, {"pool_bytes": 4 * 2 * 16 * 2 * 4 * 4}])
 def test_the_smallest_deterministic_engines_start_too(change):
     assert Engine(replace(SETTINGS, **change), nameless_file(), lambda _: None).ready.pool_blocks >= 1
 
@@ -193,7 +193,7 @@ def test_an_engine_whose_rows_differ_does_not_start(monkeypatch):
         return sampled[::-1] if len(decodes) == 8 else sampled
 
     monkeypatch.setattr(row_invariance, "_sampled", otherwise)
-    with pytest.raises(ConfigError, match=r"otherwise in a batch of 8 than alone.*leave deterministic out"):
+    with pytest.raises(ConfigError, match=r"otherwise in a batch of 8 than in one of 33.*leave deterministic out"):
         Engine(SETTINGS, nameless_file(), lambda _: None)
 
 
@@ -206,6 +206,6 @@ def test_the_proof_leaves_no_row_out():
         seen.append(plan)
         return runner.run(plan)
 
-    prove(run, pool.layout.spec, pool.layout.blocks, decoder.spec.vocab_tokens)
+    prove(run, pool.layout.blocks, 4, decoder.spec.vocab_tokens)
     assert {len(plan.decode) for plan in seen} == {0, 1, 2, 3, 8, 33}
     assert {(len(plan.decode), len(plan.prefill)) for plan in seen} >= {(33, 0), (33, 1), (2, 1)}

@@ -1,0 +1,81 @@
+"""What a worker takes at its peak: two copies of the weights, the whole pool, and 450 MB for all the rest."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
+from kvoy.core.types import GREEDY
+from kvoy.engine.memory import _unwritten_mappings
+from kvoy.engine.messages import EngineSettings, ImportBlocks, Order, RunStep
+from kvoy.engine.models import resolve
+from kvoy.engine.spec import weight_shapes
+from kvoy.engine.weights import load_weights
+from kvoy.runtime.engine_client import EngineClient
+
+REST_BYTES = 450_000_000
+POOL_BYTES = 200 << 20
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+def figure_bytes(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1]) << 10
+
+
+def work(client: EngineClient) -> list[Order]:
+    """Every block of the pool is written; a long prompt and a full batch are computed."""
+    spec, blocks = client.ready.kv_spec, client.ready.pool_blocks
+    at_once = client.slab.slot_bytes // spec.block_bytes
+    orders: list[Order] = [
+        ImportBlocks(1, 0, tuple(range(first, min(first + at_once, blocks))), 0, spec.layers)
+        for first in range(0, blocks, at_once)
+    ]
+    table = tuple(range(spec.blocks_for(512)))
+    orders.append(RunStep(StepPlan(1, (PrefillRow("long", tuple(range(3, 515)), 0, table, GREEDY),))))
+    rows = tuple(DecodeRow(str(block), 5, 0, (block,), GREEDY) for block in range(64))
+    return [*orders, RunStep(StepPlan(2, decode=rows))]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"), ("gemma3-270m", "fp32")]
+)
+async def test_the_peak_is_within_its_bound(model, dtype):
+    files = resolve(model)
+    load_weights(files, torch.float32 if dtype == "fp32" else torch.bfloat16)  # into the cache, if they are not there
+    weights_bytes = sum(math.prod(shape) for shape in weight_shapes(files.spec()).values()) * BYTES[dtype]
+    client = await EngineClient.start(EngineSettings(model, dtype, 16, POOL_BYTES, 0, 16, 1))
+    try:
+        orders = work(client)
+        for order in orders:
+            client.send(order)
+        answers = client.answers()
+        for _ in orders:
+            await anext(answers)
+        peak = figure_bytes(client.pid, "VmHWM")
+        now = figure_bytes(client.pid, "VmRSS")
+    finally:
+        await client.stop()
+    assert peak <= 2 * weights_bytes + POOL_BYTES + REST_BYTES
+    # Weights that were packed are not kept twice, but for the embedding.
+    assert now <= 1.7 * weights_bytes + POOL_BYTES + REST_BYTES
+
+
+def test_only_files_that_nobody_has_written_to_are_let_go(tmp_path):
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "7f0000000000-7f0000200000 rw-p 00000000 08:01 12  /cache/a b.safetensors\n"
+        "Size: 2048 kB\nAnonymous: 0 kB\nVmFlags: rd\n"
+        "7f0000200000-7f0000300000 rw-p 00000000 08:01 13  /cache/written.safetensors\n"
+        "Anonymous: 4 kB\n"
+        "7f0000300000-7f0000400000 rw-p 00000000 00:00 0 \n"
+        "Anonymous: 0 kB\n"
+        "7f0000400000-7f0000401000 r--p 00001000 08:01 14  /cache/c.safetensors\n"
+        "Anonymous: 0 kB\n"
+    )
+    found = list(_unwritten_mappings(".safetensors", smaps))
+    assert found == [(0x7F0000000000, 2 << 20), (0x7F0000400000, 4096)]
+    assert list(_unwritten_mappings(".safetensors", tmp_path / "none")) == []
