@@ -5,6 +5,7 @@ CPU can). Attention reads and writes the paged pool through kernels/; requests a
 """
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from kvoy.engine.batch import Batch
 from kvoy.engine.head import fp32_logits
 from kvoy.engine.kv_cache import KvPool
 from kvoy.engine.layers import ACTIVATIONS, GatedLinear, Linear, Rope, try_packing
-from kvoy.engine.quant import Int4Weights
 from kvoy.engine.row_invariance import RowInvariance, RowOp
 from kvoy.engine.spec import LayerSpec, ModelSpec, RopeSpec
+
+if TYPE_CHECKING:  # files of models are read with more than torch, which is all that the device check has
+    from kvoy.engine.quant import Int4Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Decoder:
     """Owns the weights. ``weights`` (kvoy.engine.spec.weight_shapes, norms in fp32, the others in one dtype) is emptied
     as they are made ready, so that none is held twice. With ``int4``, steps of few rows read those instead."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], int4: Int4Weights | None = None) -> None:
+    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], int4: "Int4Weights | None" = None) -> None:
         self.spec = spec
         self._embed = weights.pop("embed")
         device = self._embed.device
@@ -152,7 +155,7 @@ class Decoder:
 
 
 def _make_layer(
-    spec: ModelSpec, index: int, weights: dict[str, Tensor], int4: Int4Weights | None, *, packed: bool
+    spec: ModelSpec, index: int, weights: dict[str, Tensor], int4: "Int4Weights | None", *, packed: bool
 ) -> _Layer:
     def take(name: str) -> Tensor:
         return weights.pop(f"layers.{index}.{name}")
