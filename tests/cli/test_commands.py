@@ -100,8 +100,8 @@ def test_doctor_finds_this_environment_fit(nowhere):
 
 def test_readme_and_makefile_speak_of_what_there_is():
     readme = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", readme, re.MULTILINE)) <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE)) <= targets
     commands = {command.callback.__name__ for command in app.registered_commands} | {"models"}
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     typed = "".join(text for language, text in fenced if not language)
