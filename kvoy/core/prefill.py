@@ -219,7 +219,7 @@ class PrefillBrain:
         if self._is_draining:
             return Refusal("draining", "this pod is about to leave; send the work to another one")
         if reservation.kv_spec != self._spec:
-            return Refusal("invalid", f"the decode pod takes KV as {reservation.kv_spec}, this pod has {self._spec}")
+            return Refusal("invalid", f"the decode pod takes KV as {reservation.kv_spec}; this pod makes {self._spec}")
         held_blocks, blocks = reservation.held_blocks, self._spec.blocks_for(request.prompt_tokens)
         is_narrow = 0 < reservation.max_frame_bytes < self._spec.layer_bytes
         if request.request_id != reservation.request_id or not 0 <= held_blocks <= blocks or is_narrow:

@@ -104,6 +104,11 @@ class KvSpec:
     def block_bytes(self) -> int:
         return self.layers * self.layer_bytes
 
+    def __str__(self) -> str:
+        """For people."""
+        shape = f"{self.layers} layers of {self.kv_heads} kv heads of {self.head_dim}"
+        return f"{self.dtype.label} in blocks of {self.block_tokens} tokens, {shape}"
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold ``tokens`` tokens (the last one may be partial)."""
         return -(-tokens // self.block_tokens)

@@ -118,6 +118,14 @@ def test_what_can_never_be_done_is_refused_with_a_reason(work, reason):
     assert getattr(pod.brain.counters, f"failed_{reason}") == 1
 
 
+def test_kv_of_another_format_is_refused_in_words():
+    pod = PrefillPod()
+    pod.tell(WorkSubmitted(PrefillWork(request(), reservation(spec=replace(SPEC, dtype=KvDtype.INT8)))))
+    said = pod.one(WorkFailed).message
+    assert said.startswith("the decode pod takes KV as int8 in blocks of 4 tokens")
+    assert "this pod makes fp32 in blocks of 4 tokens" in said
+
+
 def test_a_full_queue_and_a_leaving_pod_refuse():
     pod = PrefillPod(blocks=3, max_queue=1)
     pod.submit("a", 10)

@@ -29,6 +29,10 @@ def test_int8_takes_about_half_of_bf16(shape, ratio):
     assert found == pytest.approx(ratio, abs=1e-3)
 
 
+def test_a_spec_is_told_in_words():
+    assert str(KvSpec(*SMOLLM2, KvDtype.INT8)) == "int8 in blocks of 16 tokens, 30 layers of 3 kv heads of 64"
+
+
 @pytest.mark.parametrize("dtype", KvDtype)
 def test_a_dtype_is_known_by_its_label(dtype):
     assert KvDtype.of(dtype.label) is dtype

@@ -8,7 +8,7 @@ import torch
 
 from kvoy.core.errors import EngineError, InvariantError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
-from kvoy.core.types import GREEDY, SamplingParams
+from kvoy.core.types import GREEDY, KvDtype, SamplingParams
 from kvoy.engine.kv_cache import KvPool
 from kvoy.engine.messages import ExportBlocks, ImportBlocks
 from kvoy.engine.runner import Runner
@@ -19,15 +19,19 @@ BLOCKS = 40
 CONTEXT_TOKENS = 64
 
 
-@pytest.fixture(params=["llama", "gemma3"])
+@pytest.fixture(params=[("llama", KvDtype.FP32), ("gemma3", KvDtype.FP32), ("gemma3", KvDtype.INT8)], ids=str)
 def engine(request) -> tuple[Runner, KvPool]:
-    decoder, pool = load(family(request.param), blocks=BLOCKS, block_tokens=BLOCK_TOKENS)
+    name, kv_dtype = request.param
+    decoder, pool = load(family(name), blocks=BLOCKS, block_tokens=BLOCK_TOKENS, kv_dtype=kv_dtype)
     poison(pool)
     return Runner(decoder, pool, CONTEXT_TOKENS), pool
 
 
 def bits(pool: KvPool) -> torch.Tensor:
-    return torch.stack([pool.layer(layer).values for layer in range(pool.layout.spec.layers)], 1).view(torch.int32)
+    """[block, layer, kv head, token, bytes], its scales included."""
+    layers = [pool.layer(layer) for layer in range(pool.layout.spec.layers)]
+    parts = [[layer.values for layer in layers], [layer.scales for layer in layers if layer.scales is not None]]
+    return torch.cat([torch.stack(part, 1).view(torch.uint8) for part in parts if part], -1)
 
 
 def test_results_are_the_sampling_prefill_rows_then_the_decode_rows(engine):

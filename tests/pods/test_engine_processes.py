@@ -16,7 +16,10 @@ import pytest
 import pytest_asyncio
 
 from kvoy.core.types import FinishReason, KvDtype, KvSpec, ModelInfo, Pod, Request, Role, SamplingParams
+from kvoy.engine.models import resolve
+from kvoy.engine.runner import Runner
 from kvoy.transport.redis_directory import RedisDirectory
+from tests.engine.running import Prompt, load, run_all
 from tests.pods.cluster import Outcome, Router
 from tests.pods.processes import Process, Stage, are_gone, wait_for
 
@@ -145,6 +148,31 @@ async def test_a_new_prefill_pod_finds_the_prefix_in_the_kvstore(pods: Pods, rou
     assert are_gone(family)
     assert fresh.popen.stdout is not None
     assert fresh.popen.stdout.read() == b""
+
+
+async def test_int8_kv_moves_between_pods_as_it_is(pods: Pods, router: Router) -> None:
+    """Two pods say what one engine with KV in int8 says, which is not everywhere what fp32 says."""
+    spec = replace(SPEC, dtype=KvDtype.INT8)
+    processes = {role: pods.stage.service(role, **ENGINE, kv_dtype="int8") for role in ("prefill", "decode")}
+    addresses = {role: process.ready()["grpc"] for role, process in processes.items()}
+    info = (await router.control.get_pod(addresses["prefill"])).model
+    assert info is not None
+    alone = [
+        Prompt(name, tuple(CASES[name]["prompt_ids"]), len(CASES[name]["output_ids"]))
+        for name in ("chat_france", "chat_turns3")
+    ]
+    decoder, pool = load(resolve("smollm2-135m"), blocks=40, block_tokens=16, kv_dtype=KvDtype.INT8)
+    run_all(Runner(decoder, pool, 8192), pool, alone, chunk_tokens=256, at_once=1)
+    assert alone[0].output_ids == CASES["chat_france"]["output_ids"]
+    for prompt in alone:
+        case = CASES[prompt.name]
+        request = golden(case, info.fingerprint, f"int8-{prompt.name}")
+        outcome = await router.generate(request, addresses["decode"], addresses["prefill"])
+        assert outcome.token_ids == prompt.output_ids
+        assert outcome.reservation is not None
+        shipped = spec.blocks_for(len(case["prompt_ids"])) - outcome.reservation.held_blocks
+        assert outcome.prefill.shipped_bytes == outcome.decode.received_bytes == shipped * spec.block_bytes
+    assert all(process.terminate() == 0 for process in processes.values())
 
 
 async def test_killed_it_leaves_no_worker(pods: Pods) -> None:
