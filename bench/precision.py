@@ -1,0 +1,228 @@
+"""What a number format costs: perplexity of a text with each format of weights and KV pool, against fp32 throughout.
+
+``python -m bench.precision`` reads a text in the public domain window by window, in chunks over the paged pool, so that
+every key and value comes out of the pool in its format. All formats read the same chunk one after the other and are
+compared at once.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from bench.machine import this_machine, usable_cores
+from bench.report import RESULTS, Line, Report, Target
+from kvoy.core.errors import ConfigError, ModelError
+from kvoy.core.step import PrefillRow, StepPlan
+from kvoy.core.types import KvDtype, KvSpec
+from kvoy.engine.batch import Limits, build_batch
+from kvoy.engine.kv_cache import KvLayout, KvPool
+from kvoy.engine.model import Decoder
+from kvoy.engine.models import ModelFiles, resolve
+from kvoy.engine.settings_check import DTYPES, KV_DTYPES
+from kvoy.engine.tokenizer import Tokenizer
+from kvoy.engine.weights import load_weights
+
+TEXT = Path(__file__).parent / "data" / "devils_dictionary.txt"
+MAX_RISE = 0.005
+"""Of the perplexity in int8 over that of the same weights with KV of their own format."""
+MIN_BF16_RATIO = 1.9
+"""KV in int8 takes half of bf16, but for its scales: 4 bytes beside 2 * head_dim."""
+FORMATS = (("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "int8"), ("bf16", "bf16"), ("bf16", "int8"))
+"""Of weights and KV; the first is what all are compared with."""
+_ABOUT = "Measure what number formats of weights and KV cost in perplexity."
+_BLOCK_TOKENS = 16
+_WINDOWS_AT_ONCE = 4
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a format made of the text so far: sums over its tokens."""
+
+    tokens: int = 0
+    surprise: float = 0.0
+    """Nats."""
+    divergence: float = 0.0
+    """KL of the first format's distributions from this one's, nats."""
+    agreements: int = 0
+    """Tokens that both hold to be the likeliest."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.surprise / self.tokens)
+
+    def add(self, logits: Tensor, reference: Tensor, targets: Tensor) -> None:
+        """``logits`` and ``reference`` [tokens, vocab], ``targets`` [tokens]: what came next."""
+        ours, theirs = logits.log_softmax(-1), reference.log_softmax(-1)
+        self.tokens += targets.shape[0]
+        self.surprise -= float(ours.gather(1, targets.unsqueeze(1)).double().sum())
+        self.divergence += float((theirs.exp() * (theirs - ours)).sum(-1).double().sum())
+        self.agreements += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+
+
+@dataclass(slots=True)
+class Reader:
+    """A model in one format, and what it has read."""
+
+    weights: str
+    kv: str
+    decoder: Decoder
+    pool: KvPool
+    reading: Reading = field(default_factory=Reading)
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Of every token of the plan [tokens, vocab], not of the last of each row only."""
+        spec, layout = self.decoder.spec, self.pool.layout
+        limits = Limits(spec.vocab_tokens, spec.context_tokens, layout.spec.block_tokens, layout.blocks)
+        batch = build_batch(plan, limits)
+        return self.decoder.forward(replace(batch, sample_rows=torch.arange(batch.tokens)), self.pool)
+
+
+def readers(files: ModelFiles, formats: Sequence[tuple[str, str]], pool_tokens: int) -> list[Reader]:
+    """Formats of equal weights share them."""
+    spec = files.spec()
+    decoders: dict[str, Decoder] = {}
+    made = []
+    for weights, kv in formats:
+        if weights not in decoders:
+            decoders[weights] = Decoder(spec, load_weights(files, DTYPES[weights]))
+        kv_spec = KvSpec(len(spec.layers), spec.kv_heads, spec.head_dim, _BLOCK_TOKENS, KV_DTYPES[kv])
+        pool = KvPool(KvLayout(kv_spec, kv_spec.blocks_for(pool_tokens)))
+        made.append(Reader(weights, kv, decoders[weights], pool))
+    return made
+
+
+def plans(windows: Sequence[Sequence[int]], chunk_tokens: int) -> Iterator[tuple[StepPlan, Tensor]]:
+    """Steps over windows of one length, all at once, and what follows each of their tokens."""
+    length = len(windows[0])
+    blocks = -(-length // _BLOCK_TOKENS)
+    tables = [tuple(range(n * blocks, (n + 1) * blocks)) for n in range(len(windows))]
+    for start in range(0, length - 1, chunk_tokens):
+        end = min(start + chunk_tokens, length - 1)
+        rows = [
+            PrefillRow(str(n), tuple(window[start:end]), start, tables[n], None) for n, window in enumerate(windows)
+        ]
+        yield StepPlan(1, tuple(rows)), torch.tensor([window[start + 1 : end + 1] for window in windows]).view(-1)
+
+
+@torch.inference_mode()
+def read(everyone: Sequence[Reader], ids: Sequence[int], *, window_tokens: int, chunk_tokens: int) -> None:
+    """Let all read the text in windows that know nothing of each other; what fills no window is left out."""
+    windows = [ids[start : start + window_tokens] for start in range(0, len(ids) - window_tokens + 1, window_tokens)]
+    for first in range(0, len(windows), _WINDOWS_AT_ONCE):
+        for plan, targets in plans(windows[first : first + _WINDOWS_AT_ONCE], chunk_tokens):
+            reference: Tensor | None = None
+            for reader in everyone:
+                logits = reader.logits(plan)
+                reference = logits if reference is None else reference
+                reader.reading.add(logits, reference, targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a format costs and saves."""
+
+    weights: str
+    kv: str
+    kv_token_bytes: float
+    bf16_ratio: float
+    """How many times smaller than KV in bf16."""
+    perplexity: float
+    rise: float
+    """Of the perplexity over that of the same weights with KV of their own format."""
+    kl: float
+    """Mean over the tokens, from fp32 throughout."""
+    top1: float
+
+
+def costs(everyone: Sequence[Reader]) -> list[Cost]:
+    own = {reader.weights: reader.reading.perplexity for reader in everyone if reader.kv == reader.weights}
+    made = []
+    for reader in everyone:
+        spec, reading = reader.pool.layout.spec, reader.reading
+        made.append(
+            Cost(
+                weights=reader.weights,
+                kv=reader.kv,
+                kv_token_bytes=spec.block_bytes / spec.block_tokens,
+                bf16_ratio=replace(spec, dtype=KvDtype.BF16).block_bytes / spec.block_bytes,
+                perplexity=reading.perplexity,
+                rise=reading.perplexity / own[reader.weights] - 1,
+                kl=reading.divergence / reading.tokens,
+                top1=reading.agreements / reading.tokens,
+            )
+        )
+    return made
+
+
+def table(found: Sequence[Cost]) -> str:
+    rows = ["weights  KV    bytes a token  bf16/KV  perplexity     rise  KL to fp32    top-1"]
+    rows += [
+        f"{cost.weights:7}  {cost.kv:4}  {cost.kv_token_bytes:13,.0f}  {cost.bf16_ratio:7.3f}  "
+        f"{cost.perplexity:10.4f}  {cost.rise:+7.3%}  {cost.kl:10.2e}  {cost.top1:7.2%}"
+        for cost in found
+    ]
+    return "\n".join(rows)
+
+
+def report(found: Sequence[Cost], about: dict[str, object], note: str) -> Report:
+    lines = []
+    for cost in found:
+        if cost.kv == "int8":
+            what = f"{cost.weights} weights, int8 KV: perplexity rises by"
+            lines.append(Line(what, 100 * cost.rise, "%", target=Target(100 * MAX_RISE, at_least=False)))
+            what = f"{cost.weights} weights, int8 KV: tokens in the memory of one in bf16"
+            lines.append(Line(what, cost.bf16_ratio, "", target=Target(MIN_BF16_RATIO)))
+    details = about | {"formats": [asdict(cost) for cost in found]}
+    return Report("precision", this_machine(), lines, (note, table(found)), details)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.precision", description=_ABOUT)
+    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
+    parser.add_argument("--model", default="smollm2-135m", help="as kvoy takes it")
+    parser.add_argument("--text", type=Path, default=TEXT, help="a file of text in UTF-8")
+    parser.add_argument("--tokens", type=int, default=0, help="read only so many; 0 is all")
+    parser.add_argument(
+        "--window-tokens", type=int, default=1024, help="of each of the texts that the text is cut into"
+    )
+    parser.add_argument("--chunk-tokens", type=int, default=64, help="of a window that one step reads")
+    parser.add_argument("--threads", type=int, default=len(usable_cores()))
+    parser.add_argument("--json", type=Path, default=RESULTS / "precision.json", help="where the figures go")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options, console = _arguments(), Console(stderr=True)
+    torch.set_num_threads(options.threads)
+    try:
+        files = resolve(options.model, progress=console.print)
+        ids = Tokenizer.load(files).encode(options.text.read_text(encoding="utf-8"), special=False)
+    except (ConfigError, ModelError, OSError, UnicodeDecodeError) as error:
+        console.print(f"bench.precision: {error}", markup=False)
+        return 2
+    everyone = readers(files, FORMATS, _WINDOWS_AT_ONCE * (options.window_tokens + _BLOCK_TOKENS))
+    read(
+        everyone, ids[: options.tokens or None], window_tokens=options.window_tokens, chunk_tokens=options.chunk_tokens
+    )
+    tokens = everyone[0].reading.tokens
+    if not tokens:
+        console.print(f"bench.precision: the text has {len(ids)} tokens, less than one window", markup=False)
+        return 2
+    about: dict[str, object] = {"model": files.name, "text": options.text.name, "tokens": tokens}
+    about |= {"window_tokens": options.window_tokens, "chunk_tokens": options.chunk_tokens}
+    note = f"{files.name} on {tokens:,} tokens of {options.text.name}, in windows of {options.window_tokens}:"
+    made = report(costs(everyone), about, note)
+    made.show(Console())
+    made.write(options.json)
+    return 1 if options.check and made.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
