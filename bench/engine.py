@@ -81,7 +81,9 @@ def peers_of(words: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in words.split(",") if name.strip()))
     unknown = [name for name in names if name not in RECIPES]
     if unknown or not names:
-        raise argparse.ArgumentTypeError(f"there is no peer {', '.join(unknown) or words!r}; use {', '.join(RECIPES)}")
+        raise argparse.ArgumentTypeError(
+            f"there is no peer {', '.join(map(repr, unknown or [words]))}; use {', '.join(RECIPES)}"
+        )
     return names
 
 

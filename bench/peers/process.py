@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,7 +43,7 @@ class Driver:
         self._log = folder / f"{command.name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [str(command.python), "-m", command.module, json.dumps(asdict(command.setup))],
+                [*_tether(), str(command.python), "-m", command.module, json.dumps(asdict(command.setup))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -98,6 +99,13 @@ class Driver:
     def _last_lines(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join(f"  {line}" for line in lines[-_LAST_LINES:])
+
+
+def _tether() -> list[str]:
+    """What makes the kernel end a driver whose bench was killed; elsewhere it ends when its input does."""
+    if sys.platform != "linux":
+        return []
+    return [sys.executable, "-m", "kvoy.runtime.tether", str(os.getpid())]
 
 
 class DriverSet:
