@@ -25,12 +25,12 @@ _ABOUT = "How fast kvoy's engine is beside others, on the same weights, ids, thr
 def main(words: list[str] | None = None) -> int:
     """The exit status: 0; 1 when a target is missed (with --check) or nothing could be measured; 130 for Ctrl-C."""
     options = _parser().parse_args(words)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _bench(options, console)
     except KvoyError as error:
-        console.print(f"bench.engine: {error}", markup=False)
+        console.print(f"bench.engine: {error}")
         return 1
     except KeyboardInterrupt:
         console.print("bench.engine: stopped; nothing is left running")
