@@ -25,7 +25,10 @@ class PrefillCounters:
     """Prompt tokens computed."""
     generated_tokens: int = 0
     """Tokens sampled here: the first of each request."""
+    cache_asked_tokens: int = 0
+    """Tokens of requests that were given blocks: what the pool's prefix cache could have held."""
     cache_hit_tokens: int = 0
+    """Of these, tokens whose KV it did hold."""
     reloaded_tokens: int = 0
     frames_shipped: int = 0
     frames_resent: int = 0
@@ -60,7 +63,10 @@ class DecodeCounters:
     """Tokens computed by prefill rows: 0 on a pod to which everything is handed over and that never preempts."""
     generated_tokens: int = 0
     """Tokens sampled here; the first of a request that was handed over was sampled by its prefill pod."""
+    cache_asked_tokens: int = 0
+    """Tokens of requests that were given blocks: what the pool's prefix cache could have held."""
     cache_hit_tokens: int = 0
+    """Of these, tokens whose KV it did hold."""
     preemptions: int = 0
     renewals: int = 0
     handoffs_opened: int = 0

@@ -329,6 +329,7 @@ class DecodeBrain:
 
     def _place(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
         """A request that has just got blocks: to a prefill pod with it, or to work."""
+        self._tally.add("cache_asked_tokens", len(request.tokens))
         self._tally.add("cache_hit_tokens", request.filled_tokens)
         is_new = request.is_new
         if request.is_local or not is_new:

@@ -317,6 +317,7 @@ class PrefillBrain:
             request.registered_blocks = request.stored_blocks = matched
             request.report = replace(request.report, cached_tokens=hit_tokens)
             request.fill(self._pool, hit_tokens)
+            self._tally.add("cache_asked_tokens", request.prompt_tokens)
             self._tally.add("cache_hit_tokens", hit_tokens)
             self._reloading.look_up(request, out)
 

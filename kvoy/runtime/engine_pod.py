@@ -115,6 +115,10 @@ class CountingBrain(Protocol):
     def counters(self) -> PrefillCounters | DecodeCounters: ...
 
 
+PREFIX_CACHE = {"vllm:prefix_cache_queries": "cache_asked_tokens", "vllm:prefix_cache_hits": "cache_hit_tokens"}
+"""Two of our totals under the names that dashboards compute a hit rate from."""
+
+
 def counter_table(role: str, counters: type[PrefillCounters] | type[DecodeCounters]) -> tuple[Instrument, ...]:
     """POD_TABLE, and an instrument for each total besides that the pod keeps."""
     own = (*_own_names(counters), "store_failures", "events_dropped")
@@ -122,6 +126,8 @@ def counter_table(role: str, counters: type[PrefillCounters] | type[DecodeCounte
     return (
         *POD_TABLE,
         *(Instrument(f"kvoy_{role}_{name}", Kind.COUNTER, f"{about}: {name.replace('_', ' ')}.") for name in own),
+        Instrument("vllm:prefix_cache_queries", Kind.COUNTER, "Tokens looked up in the prefix cache.", "{token}"),
+        Instrument("vllm:prefix_cache_hits", Kind.COUNTER, "Of these, tokens that it had.", "{token}"),
     )
 
 
@@ -130,6 +136,8 @@ def watch_engine_pod(pod: PodRuntime, role: str, brain: CountingBrain, spec: KvS
     watch_pod(pod.metrics, lambda: brain.load, spec.block_tokens)
     for name in _own_names(type(brain.counters)):
         pod.metrics.watch(f"kvoy_{role}_{name}", partial(_total, brain, name))
+    for series, name in PREFIX_CACHE.items():
+        pod.metrics.watch(series, partial(_total, brain, name))
     pod.metrics.watch(f"kvoy_{role}_store_failures", lambda: store.failures)
     pod.metrics.watch(f"kvoy_{role}_events_dropped", lambda: pod.presence.events_dropped)
 

@@ -190,6 +190,7 @@ def test_what_has_ended_is_cache_for_the_next_turn():
     pod.reserve("b", tokens=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 99))
     assert pod.one(SayReserved).reservation.held_blocks == 2
     assert pod.brain.counters.cache_hit_tokens == 8
+    assert pod.brain.counters.cache_asked_tokens == 6 + 11
 
 
 def test_the_block_of_the_last_prompt_token_is_never_taken_from_the_cache():

@@ -176,6 +176,8 @@ def test_a_prompt_that_was_here_is_matched_but_for_its_last_token():
     assert (row.start, len(row.token_ids)) == (4, 4)
     report = finish(pod, "b").report
     assert (report.cached_tokens, report.computed_tokens, report.shipped_blocks) == (4, 4, 2)
+    counters = pod.brain.counters
+    assert (counters.cache_asked_tokens, counters.cache_hit_tokens) == (16, 4)
 
 
 def test_tenants_do_not_share():

@@ -196,3 +196,17 @@ async def test_metrics_are_there_from_the_start_and_count() -> None:
         assert value(pods, 1, "kvoy_prefilled_tokens_total") == 0
         assert value(pods, 1, "kvoy_decode_finished_length_total") == 1
         assert value(pods, 1, "kvoy_pool_blocks_cached") == 12
+
+
+async def test_the_hit_rate_of_the_prefix_cache_is_shown_under_the_usual_names() -> None:
+    async with cluster() as pods:
+        prefill, decode = await pods.prefill(), await pods.decode()
+        for index in (0, 1):
+            assert value(pods, index, "vllm:prefix_cache_queries_total") == 0
+            assert value(pods, index, "vllm:prefix_cache_hits_total") == 0
+        for token_ids in (prompt(40), [*prompt(40), 1, 2, 3]):
+            await pods.router.generate(ask(token_ids), decode.address, prefill.address)
+        for index, role in enumerate(("prefill", "decode")):
+            assert value(pods, index, "vllm:prefix_cache_queries_total") == 40 + 43
+            assert value(pods, index, "vllm:prefix_cache_hits_total") == 40
+            assert value(pods, index, f"kvoy_{role}_cache_hit_tokens_total") == 40
