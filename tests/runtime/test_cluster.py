@@ -9,7 +9,7 @@ import pytest
 
 from kvoy.core.errors import ConfigError
 from kvoy.runtime import cluster_files
-from kvoy.runtime.cluster import check_free, check_reachable, share_cores
+from kvoy.runtime.cluster import Cluster, ClusterPlan, check_free, check_reachable, share_cores
 from kvoy.runtime.cluster_files import ClusterRecord
 
 
@@ -26,6 +26,15 @@ from kvoy.runtime.cluster_files import ClusterRecord
 )
 def test_cores_are_shared_out_and_the_odd_one_goes_to_prefill(cores, prefill, decode, expected):
     assert share_cores(cores, prefill, decode) == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_pods_with_an_engine_are_told_to_be_deterministic(tmp_path, deterministic):
+    plan = ClusterPlan("m", "fp32", "auto", 2, 1, True, "h:1", "g:1", tmp_path, deterministic=deterministic, cores=2)
+    told = {name: flags for _, name, flags in Cluster(plan, print, {})._pod_list()}
+    assert told.pop("kvstore-0") == {}
+    assert sorted(told) == ["decode-0", "prefill-0", "prefill-1"]
+    assert {flags.get("deterministic") for flags in told.values()} == {"true" if deterministic else None}
 
 
 def test_an_address_is_free_or_the_reason_is_said():
