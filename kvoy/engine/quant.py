@@ -22,8 +22,8 @@ from kvoy.engine.weights import gguf_weights, half_split_rows
 
 GROUP = 32
 """Numbers of a row that share a scale and an offset."""
-FEW_ROWS = 4
-"""Up to here four bits are faster than packed bf16, with many rows slower (docs/decisions/0011)."""
+FEW_ROWS = 8
+"""Up to here a step with four bits is faster than with packed bf16, with more rows slower (docs/decisions/0011)."""
 EXTRA_BYTES = 0.625
 """Of memory for each weight: half a byte of code, and a bf16 scale and zero for 32 of them."""
 _CENTRE = 8

@@ -30,7 +30,9 @@ FORMATS = {
     "int4": {"dtype": KvDtype.BF16, "int4": True},
 }
 MAX_KL, MIN_TOP1 = 5e-3, 0.95
-BLOCKS = 4 * 70
+TOGETHER = 4
+"""Cases in one step of decode; few enough for four-bit weights."""
+BLOCKS = TOGETHER * 70
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,8 +44,8 @@ def forced(decoder: Decoder, pool: KvPool, cases: list[dict], cached_tokens: int
     """For each case logits [output ids, vocab] where each follows the reference's ids: its prompt in one step, or the
     first ``cached_tokens`` of it in a step before, then one step of decode a token, a few cases together."""
     found: list[torch.Tensor] = []
-    for first in range(0, len(cases), FEW_ROWS):
-        rows = [Forced(case, pool, place) for place, case in enumerate(cases[first : first + FEW_ROWS])]
+    for first in range(0, len(cases), TOGETHER):
+        rows = [Forced(case, pool, place) for place, case in enumerate(cases[first : first + TOGETHER])]
         for row in rows:
             for chunk in row.chunks(cached_tokens):
                 row.logits.append(logits(decoder, pool, StepPlan(1, (chunk,))))
@@ -61,7 +63,7 @@ class Forced:
 
     def __init__(self, case: dict, pool: KvPool, place: int) -> None:
         self.name, self.prompt, self.outputs = case["id"], tuple(case["prompt_ids"]), tuple(case["output_ids"])
-        blocks = pool.layout.blocks // FEW_ROWS
+        blocks = pool.layout.blocks // TOGETHER
         self.table = tuple(range(place * blocks, (place + 1) * blocks))
         self.logits: list[torch.Tensor] = []
 
@@ -91,6 +93,7 @@ def reference(smollm2) -> list[torch.Tensor]:
 def test_a_format_stays_close_to_fp32_on_the_goldens(smollm2, reference, name):
     if name == "int4":
         assert try_int4()
+        assert TOGETHER <= FEW_ROWS
     found = forced(*load(smollm2, blocks=BLOCKS, block_tokens=16, **FORMATS[name]), CASES)
     kl = torch.cat([divergence(theirs, ours) for theirs, ours in zip(reference, found, strict=True)])
     agree = torch.cat([theirs.argmax(-1) == ours.argmax(-1) for theirs, ours in zip(reference, found, strict=True)])

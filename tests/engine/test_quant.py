@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from kvoy.core.errors import ConfigError
-from kvoy.engine import quant
+from kvoy.core.step import PrefillRow, StepPlan
+from kvoy.core.types import GREEDY, KvDtype
+from kvoy.engine import engine, quant
+from kvoy.engine.engine import Engine
 from kvoy.engine.gguf_file import GgufFile
 from kvoy.engine.layers import ACTIVATIONS
+from kvoy.engine.messages import EngineSettings, RunStep
 from kvoy.engine.models import resolve
 from kvoy.engine.quant import FEW_ROWS, ByRows, Int4Gated, Int4Linear, Int4Weights, has_codes, read_codes, try_int4
+from kvoy.engine.slab import nameless_file
 from kvoy.engine.weights import load_weights
 from tests.engine.gguf_case import write_llama
 from tests.engine.running import FAMILIES
@@ -102,3 +107,17 @@ def test_the_probe_says_no_to_an_operator_that_is_missing_or_wrong(monkeypatch):
     assert not try_int4()
     monkeypatch.setattr(quant, "_INNER_K_TILES", "two")
     assert not try_int4()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_an_engine_in_int4_computes_in_bf16_where_the_operator_does_not_work(tmp_path, monkeypatch, works):
+    path = write_llama(tmp_path / "m.gguf", FAMILIES / "llama", kind=gguf.GGMLQuantizationType.Q4_1)
+    monkeypatch.setenv("KVOY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(engine, "try_int4", lambda: works)
+    settings = EngineSettings(str(path), "int4", block_tokens=4, pool_bytes=1 << 20, slot_bytes=0, slots=2, threads=1)
+    told: list[str] = []
+    started = Engine(settings, nameless_file(), told.append)
+    assert started.ready.kv_spec.dtype is KvDtype.BF16
+    assert any("four-bit weights are of no use" in line for line in told) is not works
+    plan = StepPlan(1, (PrefillRow("a", (1, 2, 3), 0, (0,), GREEDY), PrefillRow("b", (4,), 0, (1,), GREEDY)))
+    assert len(started.obey(RunStep(plan)).result.sampled) == 2
