@@ -15,7 +15,7 @@ from bench.engine_report import make_report
 from bench.engine_run import Plan, run
 from bench.machine import this_machine, usable_cores
 from bench.peers.commands import RECIPES
-from bench.report import RESULTS
+from bench.report import RESULTS, output
 from kvoy.core.errors import ConfigError, KvoyError
 
 _ROUNDS = 5
@@ -51,7 +51,7 @@ def _bench(options: argparse.Namespace, console: Console) -> int:
     )
     measured = run(plan, console)
     report = make_report(plan, measured, this_machine(**measured.versions))
-    report.show(Console())
+    report.show(output())
     report.write(options.json)
     console.print(f"written to {options.json}")
     return 1 if options.check and report.missed else 0

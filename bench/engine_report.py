@@ -3,7 +3,7 @@
 Pure: figures in, lines and sentences out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from statistics import median
 
@@ -23,7 +23,7 @@ def make_report(plan: Plan, measured: Measured, machine: Machine) -> Report:
     rates = _rates(measured)
     every, once = works(quick=plan.quick)
     lines = [line for work in every + once for line in _lines(plan, work, rates)]
-    lines += _floor_lines(measured, rates)
+    lines += _floor_lines(plan, measured, rates, every + once)
     return Report("engine", machine, lines, _notes(plan, measured), _details(plan, measured))
 
 
@@ -56,17 +56,21 @@ def _counterpart(work: Work) -> Work:
     return Prefill(work.prompt_tokens) if isinstance(work, Prefill) else work
 
 
-def _floor_lines(measured: Measured, rates: Rates) -> Iterator[Line]:
+def _floor_lines(plan: Plan, measured: Measured, rates: Rates, every: Sequence[Work]) -> Iterator[Line]:
     """How much of the time of a decode step the memory alone would need, for every engine."""
-    copies, bandwidth = measured.copies, median(measured.bandwidths)
-    yield Line("memory read bandwidth", bandwidth / 1e9, "GB/s")
-    for engine, work in rates:
-        if not isinstance(work, Decode):
-            continue
-        step_bytes = work.bytes_read(copies.weight_bytes, copies.kv_token_bytes)
-        step_s = work.batch / median(rates[engine, work].values())
-        share = step_bytes / bandwidth / step_s
-        yield Line(f"{work.name}: share of the bandwidth floor, {engine}", 100 * share, "%")
+    yield Line("memory read bandwidth", median(measured.bandwidths) / 1e9, "GB/s")
+    for work in every:
+        if isinstance(work, Decode):
+            mine = _floor_percent(measured, rates, OURS, work)
+            for peer in plan.peers:
+                theirs = _floor_percent(measured, rates, peer, work)
+                yield Line(f"floor share, batch {work.batch} at {work.middle_tokens}", mine, "%", peer, theirs)
+
+
+def _floor_percent(measured: Measured, rates: Rates, engine: str, work: Decode) -> float:
+    step_bytes = work.bytes_read(measured.copies.weight_bytes, measured.copies.kv_token_bytes)
+    floor_s = step_bytes / median(measured.bandwidths)
+    return 100 * floor_s * median(rates[engine, work].values()) / work.batch
 
 
 def _notes(plan: Plan, measured: Measured) -> list[str]:
@@ -75,6 +79,7 @@ def _notes(plan: Plan, measured: Measured) -> list[str]:
     notes = [
         f"{measured.copies.name} in {plan.dtype}, cores {', '.join(map(str, plan.cores))}, rounds: {plan.rounds}.",
         "Ratios are taken within a round, and their median is shown. Prompts go in whole, unless a line says chunks.",
+        "Floor share: what reading all weights and the KV once would take at that bandwidth, of a decode step's time.",
         *(f"{name}: {about}" for name, about in measured.about.items()),
         f"Others took {100 * median(shares):.0f} % of the machine in the median, at most {100 * max(shares):.0f} %.",
     ]

@@ -31,7 +31,7 @@ class Prefill:
 
     @property
     def name(self) -> str:
-        chunks = f", in chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
+        chunks = f", chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
         return f"prefill {self.prompt_tokens}{chunks}"
 
     @property
@@ -58,7 +58,7 @@ class Decode:
 
     @property
     def name(self) -> str:
-        return f"decode batch {self.batch}, context {self.middle_tokens}"
+        return f"decode, batch {self.batch} at {self.middle_tokens}"
 
     @property
     def tokens(self) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from bench.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
+_PIPE_COLUMNS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,15 @@ class Report:
         path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
+def output() -> Console:
+    """Standard output; a pipe or file has room for every column."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_COLUMNS)
+
+
 def _table(lines: Sequence[Line]) -> Table:
-    table = Table("what", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("what", no_wrap=True)
     for heading in ("value", "against", "its value", "ratio", "target"):
         table.add_column(heading, justify="left" if heading == "against" else "right")
     table.add_column("")

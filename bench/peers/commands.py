@@ -33,9 +33,8 @@ class Contender:
 
 
 def ours(setup: Setup) -> DriverCommand:
-    """Our engine in this environment, with what a pod sets for its worker."""
-    environment = _threads(setup) | {"OMP_WAIT_POLICY": "PASSIVE"}
-    return DriverCommand(OURS, Path(sys.executable), _module(OURS), setup, environment)
+    """Our engine in this environment. Its threads wait as those of the peers do."""
+    return DriverCommand(OURS, Path(sys.executable), _module(OURS), setup, _threads(setup))
 
 
 def contender(name: str, setup: Setup, console: Console) -> Contender:
