@@ -33,9 +33,9 @@ def prompt_of(case: dict, copy: int = 0, at_most: int = WHOLE) -> Prompt:
 
 
 def check_alone(engine: tuple[Runner, KvPool], cases: Sequence[dict], chunk_tokens: int) -> None:
-    """The first tokens of each answer, more of them where the prompt is whole: the crowd sees to all."""
+    """The first tokens of each answer; the crowd sees to all."""
     for case in cut_by(cases, chunk_tokens):
-        prompt = prompt_of(case, at_most=3 * FIRST_TOKENS if chunk_tokens == WHOLE else FIRST_TOKENS)
+        prompt = prompt_of(case, at_most=FIRST_TOKENS)
         run_all(*engine, [prompt], chunk_tokens=chunk_tokens, at_once=1)
         check(prompt, case)
 
