@@ -88,6 +88,6 @@ def _started(command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _complaint(lines: Sequence[str]) -> str:
-    """The line that says most: the last error, else the last line at all."""
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or list(lines) or ["no reason given"])[-1]
+    """The line that says most: the longest about an error that does not only name a log, else the last at all."""
+    errors = [line for line in lines if "error" in line.lower() and "complete log" not in line]
+    return max(errors, key=len)[:300] if errors else (lines or ["no reason given"])[-1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from bench.machine import usable_cores
 from bench.peers import install
 from bench.peers.drivers.protocol import Setup
 from bench.peers.model_files import model_copies
@@ -20,7 +21,7 @@ from kvoy.engine.models import resolve
 from kvoy.engine.weights import load_weights
 
 FAMILIES = Path(__file__).parents[1] / "data" / "families"
-SETUP = Setup("", "", "bf16", 1, tuple(sorted(os.sched_getaffinity(0)))[:1], 1, 1)
+SETUP = Setup("", "", "bf16", 1, usable_cores()[:1], 1, 1)
 TOY = """
 from bench.peers.drivers.protocol import serve
 import os, sys
@@ -115,6 +116,19 @@ def test_what_pip_says_last_is_told_and_the_next_try_begins_anew(cache):
     with pytest.raises(ConfigError):
         install.installed(recipe, quiet())
     assert not (left / "half").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["Collecting x", "ERROR: no x anywhere", "notice"], "ERROR: no x anywhere"),
+        (["npm error code ENOTFOUND", "npm error A complete log of this run is in /a/b"], "npm error code ENOTFOUND"),
+        (["something", "killed"], "killed"),
+        ([], "no reason given"),
+    ],
+)
+def test_of_all_an_installer_says_the_line_that_helps_is_told(lines, said):
+    assert install._complaint(lines) == said
 
 
 def test_an_installed_peer_is_not_installed_again(cache, monkeypatch):

@@ -31,7 +31,7 @@ class LlamaEngine:
             raise SystemExit(f"llama.cpp cannot load {setup.gguf}")
         vocab = self._library.llama_model_get_vocab(self._model)
         self._vocab_tokens: int = self._library.llama_vocab_n_tokens(vocab)
-        system = self._library.llama_print_system_info().decode()
+        system = self._library.llama_print_system_info().decode().strip(" |")
         self.about = f"llama_decode(), flash attention, fp16 KV; {system}"
 
     def prefill(self, prompt: Sequence[int], chunk_tokens: int) -> float:
