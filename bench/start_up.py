@@ -57,6 +57,7 @@ async def measure(settings: EngineSettings) -> Start:
 
 
 def work(client: EngineClient) -> list[Order]:
+    """Every block of the pool is written; a long prompt and a full batch are computed."""
     spec, blocks = client.ready.kv_spec, client.ready.pool_blocks
     at_once = client.slab.slot_bytes // spec.block_bytes
     orders: list[Order] = [

@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
-from kvoy.core.types import GREEDY
+from bench.start_up import REST_BYTES, work
 from kvoy.engine.memory import _unwritten_mappings
-from kvoy.engine.messages import EngineSettings, ImportBlocks, Order, RunStep
+from kvoy.engine.messages import EngineSettings
 from kvoy.engine.models import resolve
 from kvoy.engine.spec import weight_shapes
 from kvoy.engine.weights import load_weights
 from kvoy.runtime.engine_client import EngineClient
 
-REST_BYTES = 450_000_000
 POOL_BYTES = 200 << 20
 BYTES = {"fp32": 4, "bf16": 2}
 
@@ -24,20 +22,6 @@ def figure_bytes(pid: int, name: str) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1]) << 10
-
-
-def work(client: EngineClient) -> list[Order]:
-    """Every block of the pool is written; a long prompt and a full batch are computed."""
-    spec, blocks = client.ready.kv_spec, client.ready.pool_blocks
-    at_once = client.slab.slot_bytes // spec.block_bytes
-    orders: list[Order] = [
-        ImportBlocks(1, 0, tuple(range(first, min(first + at_once, blocks))), 0, spec.layers)
-        for first in range(0, blocks, at_once)
-    ]
-    table = tuple(range(spec.blocks_for(512)))
-    orders.append(RunStep(StepPlan(1, (PrefillRow("long", tuple(range(3, 515)), 0, table, GREEDY),))))
-    rows = tuple(DecodeRow(str(block), 5, 0, (block,), GREEDY) for block in range(64))
-    return [*orders, RunStep(StepPlan(2, decode=rows))]
 
 
 @pytest.mark.parametrize(
