@@ -71,7 +71,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	  $$python -m venv $(VENV); }
 	@$(PIP) setuptools grpcio-tools mypy-protobuf
 	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	@$(PIP) --no-build-isolation -e '.[local,dev]'
+	@$(PIP) --no-build-isolation -e '.[local,cpu,dev]'
 	@touch $@
 
 $(GENERATED): $(PROTOS) | $(INSTALLED)

@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
+from kernels import cpu
 from kernels.checks import require_shape, require_unit_stride
 from kernels.kv_write import reference
 from kernels.paged import PagedLayer
@@ -29,6 +30,9 @@ class QkNorm:
     eps: float
 
 
+_Run = Callable[[Tensor, Angles, PagedLayer, QkNorm | None], None]
+
+
 class KvWrite:
     """RoPE of q and k, and k | v into the pool, for the tokens of one step, in any layer.
 
@@ -38,7 +42,7 @@ class KvWrite:
 
     def __init__(self, slots: Tensor) -> None:
         self._slots = slots
-        self._run: Callable[[Tensor, Angles, PagedLayer, QkNorm | None], None] | None = None
+        self._run: _Run | None = None
 
     def __call__(self, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None = None) -> None:
         """Norm (if any) and rotate q and k in place in qkv [tokens, heads + 2 * kv heads, head dim], which lie in the
@@ -47,15 +51,23 @@ class KvWrite:
         """
         if self._run is None:
             self._check(qkv, angles, kv)
-            self._run = self._bind(qkv, kv)
+            self._run = self._bind(qkv, angles, kv, norms)
         self._run(qkv, angles, kv, norms)
 
-    def _bind(self, qkv: Tensor, kv: PagedLayer) -> Callable[[Tensor, Angles, PagedLayer, QkNorm | None], None]:
+    def _bind(self, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None) -> _Run:
         if not qkv.is_cuda:
-            return partial(reference.run, reference.plan(self._slots, kv))
+            return self._bind_on_cpu(qkv, angles, kv, norms)
         from kernels.kv_write import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
         return partial(kernel.run, self._slots)
+
+    def _bind_on_cpu(self, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None) -> _Run:
+        if cpu.compiles():
+            from kernels.kv_write import compiled  # noqa: PLC0415 (numba: only where it is installed)
+
+            if compiled.serves(qkv, angles, kv, norms):
+                return partial(compiled.run, self._slots)
+        return partial(reference.run, reference.plan(self._slots, kv))
 
     def _check(self, qkv: Tensor, angles: Angles, kv: PagedLayer) -> None:
         tokens, half = self._slots.shape[0], kv.head_dim // 2

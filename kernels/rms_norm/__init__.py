@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from kernels import cpu
 from kernels.checks import require_shape, require_unit_stride
 from kernels.rms_norm import reference
 
@@ -17,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         from kernels.rms_norm import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
         kernel.rms_norm(x, weight, eps, out)
-    else:
+    elif not _run_compiled(x, None, weight, eps, out):
         reference.rms_norm(x, weight, eps, out)
 
 
@@ -32,8 +33,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
         from kernels.rms_norm import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
         kernel.add_rms_norm(x, residual, weight, eps, out)
-    else:
+    elif not _run_compiled(x, residual, weight, eps, out):
         reference.add_rms_norm(x, residual, weight, eps, out)
+
+
+def _run_compiled(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> bool:
+    if not cpu.compiles():
+        return False
+    from kernels.rms_norm import compiled  # noqa: PLC0415 (numba: only where it is installed)
+
+    if serves := compiled.serves(x, weight, out, residual):
+        compiled.run(x, residual, weight, eps, out)
+    return serves
 
 
 def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import assert_never
 
 import torch
 
+from kernels.cpu import compiles
 from kvoy.core.errors import ConfigError, EngineError, ModelError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import GREEDY, KvSpec, ModelInfo
@@ -72,6 +73,8 @@ class Engine:
         self._slab = Slab(slab_fd, settings.slots, slot)
         self._transfers = _transfers(self._pool, self._slab, device, uploads, progress)
         self._pending: deque[tuple[Mark, Exported | Imported]] = deque()
+        if device.place.type == "cpu" and not compiles():
+            progress("computing with torch alone; with the extra kvoy[cpu] decode is up to half faster")
         try:
             self._warm_up(context_tokens)
         except EngineError as error:

@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvoy.core.errors import ConfigError, KvoyError
+from kvoy.engine.cache import default_cache_dir
 from kvoy.engine.channel import BlockingChannel
 from kvoy.engine.memory import forget_file_pages, give_back_freed_memory, keep_freed_memory
 from kvoy.engine.messages import Answer, EngineSettings, ExportBlocks, Failed, ImportBlocks, Progress, RunStep, Stop
@@ -55,6 +56,7 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
     if settings.deterministic:
         # Read by MKL, where torch has it, when it is loaded: sums in the same order for any number of rows and threads.
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(default_cache_dir() / "compiled"))  # read when Numba is imported
     from kvoy.engine.engine import Engine  # noqa: PLC0415 (torch takes seconds to import, and may fail: say so)
 
     engine = Engine(settings, slab_fd, progress=lambda message: channel.send(Progress(message)))

@@ -1,0 +1,66 @@
+"""Whether ops can be compiled for this CPU, and how torch's own threads run a compiled one. Compiles nothing itself.
+
+A compiled op (kernels/jit.py) is a function of an array of words. Threads of a second pool would fight torch's for the
+cores, as both wait spinning for work; so the team that runs an op is the one of torch's OpenMP library, asked by its C
+interface, which is that of GCC.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import platform
+from pathlib import Path
+
+import torch
+
+_MACHINES = {"x86_64", "aarch64"}
+
+
+@functools.cache
+def compiles() -> bool:
+    """True where Numba is installed (the extra ``cpu``), torch runs on GNU's OpenMP, and a small op came out right."""
+    if platform.machine() not in _MACHINES or importlib.util.find_spec("numba") is None or openmp() is None:
+        return False
+    from kernels.vectors import works  # noqa: PLC0415 (numba: only where it is installed)
+
+    return works()
+
+
+@functools.cache
+def openmp() -> ctypes.CDLL | None:
+    """GNU's OpenMP as torch loaded it into this process; None where torch has another one or none."""
+    try:
+        maps = Path("/proc/self/maps").read_text(errors="replace")
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line}
+    beside_torch = str(Path(torch.__file__).parent)
+    for path in sorted(paths, key=lambda path: not path.startswith(beside_torch)):
+        return ctypes.CDLL(path)
+    return None
+
+
+class Op:
+    """One compiled function. ``address`` is its machine code's; ``keep`` is what owns it."""
+
+    def __init__(self, address: int, keep: object) -> None:
+        self._keep = keep
+        self._address = address
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        library = openmp()
+        assert library is not None
+        self._team = library.GOMP_parallel
+        self._team.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._team.restype = None
+
+    def __call__(self, words: "ctypes.Array[ctypes.c_int64]", *, alone: bool) -> None:
+        """Run it in this thread, or in all that torch would use. Other Python threads go on meanwhile."""
+        if alone:
+            self._alone(words)
+        else:
+            self._team(self._address, words, 0, 0)
+
+
+def words(*values: int) -> "ctypes.Array[ctypes.c_int64]":
+    """What an op is called with: addresses, sizes, and whatever else fits 64 bits."""
+    return (ctypes.c_int64 * len(values))(*values)

@@ -1,0 +1,257 @@
+"""Vectors of fp32 numbers for compiled ops: loaded from any dtype, computed with, rounded once on their way out.
+
+One vector is 16 numbers whatever the CPU has; rows are whole vectors. Sums are added up in an order that depends on a
+row's own size alone. LLVM makes registers of them (an IR type), Numba passes them around (a type of its own).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core.cgutils import get_or_insert_function
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+from kernels.cpu import words
+from kernels.jit import BF16, FP32, I8, I16, I32, INT8, converting, fp32_number, fp32s, inner, item_bytes, number_of, op
+
+LANES = 16
+"""Numbers in one vector: an AVX-512 register, or two or four of a smaller CPU."""
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+
+
+class _Lanes(types.Type):
+    def __init__(self) -> None:
+        super().__init__("Lanes")
+
+
+@register_model(_Lanes)
+class _LanesModel(PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _VECTOR)
+
+
+_lanes = _Lanes()
+
+
+def _vector_of(bits: Any) -> Any:
+    return ir.VectorType(bits, LANES)
+
+
+def _each(value: Any) -> Any:
+    """A constant in all lanes."""
+    return ir.Constant(_vector_of(value.type), [value] * LANES)
+
+
+def _load(builder: Any, address: Any, kind: Any, size_bytes: int) -> Any:
+    return builder.load(builder.inttoptr(address, _vector_of(kind).as_pointer()), align=size_bytes)
+
+
+def _loading(build_value: Callable[[Any, Any], Any]) -> Any:
+    @intrinsic
+    def at(_typing: Any, _address: Any) -> Any:
+        return _lanes(types.int64), lambda _context, builder, _signature, given: build_value(builder, given[0])
+
+    return at
+
+
+load_fp32 = _loading(lambda b, address: _load(b, address, ir.FloatType(), 4))
+"""Numbers at an address, widened; no alignment is asked for."""
+load_bf16 = _loading(
+    lambda b, address: b.bitcast(
+        b.shl(b.zext(_load(b, address, I16, 2), _vector_of(I32)), _each(ir.Constant(I32, 16))), _VECTOR
+    )
+)
+load_int8 = _loading(lambda b, address: b.sitofp(_load(b, address, I8, 1), _VECTOR))
+
+
+@inner
+def load(address, dtype):
+    """16 numbers at an address, as fp32; no alignment is asked for."""
+    if dtype == BF16:
+        return load_bf16(address)
+    if dtype == INT8:
+        return load_int8(address)
+    return load_fp32(address)
+
+
+@intrinsic
+def splat(_typing: Any, _number: Any) -> Any:
+    """One number in all lanes."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), given[0], ir.Constant(I32, 0))
+        zeros = ir.Constant(_vector_of(I32), [0] * LANES)
+        return builder.shuffle_vector(first, ir.Constant(_VECTOR, ir.Undefined), zeros)
+
+    return _lanes(types.float32), build
+
+
+@inner
+def splat_at(address):
+    """The fp32 number at an address in all lanes."""
+    return splat(fp32_number(address))
+
+
+@intrinsic
+def fma(_typing: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    """As a * b + c, rounded once."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+        return builder.call(get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), given)
+
+    return _lanes(_lanes, _lanes, _lanes), build
+
+
+@intrinsic
+def _store_bf16(_typing: Any, _a: Any, _address: Any) -> Any:
+    def build(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        builder.store(_build_bf16(builder, given[0]), builder.inttoptr(given[1], _vector_of(I16).as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(_lanes, types.int64), build
+
+
+@inner
+def store(a, address, dtype):
+    """Lanes to an address, rounded once. Not to int8."""
+    if dtype == BF16:
+        _store_bf16(a, address)
+    else:
+        store_fp32(a, address)
+
+
+def _pairwise(name: str) -> Any:
+    @intrinsic
+    def combine(_typing: Any, _a: Any, _b: Any) -> Any:
+        return _lanes(_lanes, _lanes), lambda _context, builder, _signature, given: getattr(builder, name)(*given)
+
+    return combine
+
+
+add, sub, mul = _pairwise("fadd"), _pairwise("fsub"), _pairwise("fmul")
+
+
+def _folding(combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """All lanes as one number: halves onto each other, four times."""
+
+    @intrinsic
+    def fold(_typing: Any, _a: Any) -> Any:
+        def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+            found = given[0]
+            for half in (8, 4, 2, 1):
+                order = ir.Constant(_vector_of(I32), [(lane + half) % LANES for lane in range(LANES)])
+                found = combine(builder, found, builder.shuffle_vector(found, found, order))
+            return builder.extract_element(found, ir.Constant(I32, 0))
+
+        return types.float32(_lanes), build
+
+    return fold
+
+
+total = _folding(lambda builder, a, b: builder.fadd(a, b))
+"""The sum of the lanes."""
+top = _folding(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+"""The largest of the lanes."""
+
+
+@intrinsic
+def store_fp32(_typing: Any, _a: Any, _address: Any) -> Any:
+    def build(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        builder.store(given[0], builder.inttoptr(given[1], _VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(_lanes, types.int64), build
+
+
+def _build_bf16(builder: Any, x: Any) -> Any:
+    """Rounded to the nearest, half to even; a NaN stays one."""
+    integers, halves = _vector_of(I32), _vector_of(I16)
+
+    def each(kind: Any, value: int) -> Any:
+        return ir.Constant(kind, [value] * LANES)
+
+    bits = builder.bitcast(x, integers)
+    odd = builder.and_(builder.lshr(bits, each(integers, 16)), each(integers, 1))
+    rounded = builder.lshr(builder.add(builder.add(bits, each(integers, 0x7FFF)), odd), each(integers, 16))
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.select(is_nan, each(halves, 0x7FC0), builder.trunc(rounded, halves))
+
+
+def _build_exp(builder: Any, x: Any) -> Any:
+    """As 2^n * e^r, where e^r is a Taylor series: |r| <= ln(2) / 2."""
+
+    def number(value: float) -> Any:
+        return ir.Constant(x.type, [value] * LANES if x.type == _VECTOR else value)
+
+    def whole(value: int) -> Any:
+        return ir.Constant(integers, [value] * LANES if x.type == _VECTOR else value)
+
+    integers = _vector_of(I32) if x.type == _VECTOR else I32
+    scaled = builder.fmul(x, number(math.log2(math.e)))
+    too_small = builder.fcmp_ordered("<", scaled, number(-126.0))
+    scaled = builder.select(too_small, number(-126.0), scaled)
+    n = builder.fptosi(builder.fadd(scaled, number(-0.5)), integers)
+    rest = builder.fmul(builder.fsub(scaled, builder.sitofp(n, x.type)), number(math.log(2)))
+    power = number(1 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+        product = builder.fmul(power, rest, flags=["contract"])
+        power = builder.fadd(product, number(factor), flags=["contract"])
+    scale = builder.shl(builder.add(n, whole(127)), whole(23))
+    return builder.fmul(power, builder.bitcast(scale, x.type))
+
+
+exp = converting(_lanes, _lanes, _build_exp)
+"""e^x of x <= 0, or -inf, within 2e-7 of it relatively."""
+exp_number = converting(types.float32, types.float32, _build_exp)
+
+
+@inner
+def scale(source, source_dtype, into, into_dtype, count, factor):
+    """``count`` numbers, whole vectors of them, each times ``factor``, from one address and dtype to another."""
+    for i in range(0, count, LANES):
+        number = mul(load(source + i * item_bytes(source_dtype), source_dtype), splat(factor))
+        store(number, into + i * item_bytes(into_dtype), into_dtype)
+
+
+@inner
+def convert(source, source_dtype, into, into_dtype, count):
+    """``count`` numbers, whole vectors of them, from one address and dtype to another."""
+    for i in range(0, count, LANES):
+        number = load(source + i * item_bytes(source_dtype), source_dtype)
+        store(number, into + i * item_bytes(into_dtype), into_dtype)
+
+
+@inner
+def norm(source, source_dtype, weight, eps_word, into, into_dtype, count):
+    """Write x / sqrt(mean(x^2) + eps) * weight of ``count`` numbers, whole vectors; ``into`` may be ``source``."""
+    squares = splat(np.float32(0))
+    for i in range(0, count, LANES):
+        x = load(source + i * item_bytes(source_dtype), source_dtype)
+        squares = fma(x, x, squares)
+    factor = splat(np.float32(1) / np.sqrt(total(squares) / np.float32(count) + number_of(eps_word)))
+    for i in range(0, count, LANES):
+        x = mul(load(source + i * item_bytes(source_dtype), source_dtype), factor)
+        store(mul(x, load(weight + i * 4, FP32)), into + i * item_bytes(into_dtype), into_dtype)
+
+
+def works() -> bool:
+    """Compile a small op and see whether what it computes is right."""
+    given = torch.tensor([0.0, -1.0, -20.0, float("nan")])
+    found = torch.empty_like(given)
+    try:
+        op(_exponentials)(words(given.data_ptr(), found.data_ptr()), alone=True)
+    except Exception:  # noqa: BLE001 (whatever ails the compiler: torch does the work then)
+        return False
+    return torch.allclose(found, given.exp(), rtol=1e-6, equal_nan=True)
+
+
+def _exponentials(given):
+    x, out = fp32s(given[0], 4), fp32s(given[1], 4)
+    for i in range(4):
+        out[i] = exp_number(x[i])
