@@ -7,7 +7,6 @@ interface, which is that of GCC.
 
 import ctypes
 import functools
-import importlib.util
 import platform
 from pathlib import Path
 
@@ -19,10 +18,12 @@ _MACHINES = {"x86_64", "aarch64"}
 @functools.cache
 def compiles() -> bool:
     """True where Numba is installed (the extra ``cpu``), torch runs on GNU's OpenMP, and a small op came out right."""
-    if platform.machine() not in _MACHINES or importlib.util.find_spec("numba") is None or openmp() is None:
+    if platform.machine() not in _MACHINES or openmp() is None:
         return False
-    from kernels.vectors import works  # noqa: PLC0415 (numba: only where it is installed)
-
+    try:
+        from kernels.vectors import works  # noqa: PLC0415 (numba: only where it is installed)
+    except (ImportError, OSError):  # OSError: its compiler's library does not load
+        return False
     return works()
 
 
@@ -58,7 +59,8 @@ class Op:
         if alone:
             self._alone(words)
         else:
-            self._team(self._address, words, 0, 0)
+            # Left to itself OpenMP takes all cores in a Python thread where torch has not yet said how many.
+            self._team(self._address, words, torch.get_num_threads(), 0)
 
 
 def words(*values: int) -> "ctypes.Array[ctypes.c_int64]":

@@ -151,10 +151,17 @@ def prefetch(address, size_bytes):
         _prefetch_line(address + offset)
 
 
-@inner
-def address_of(scratch):
-    """Of an array that the op itself made."""
-    return scratch.ctypes.data
+@intrinsic
+def scratch(_typing: Any, _count: Any) -> Any:
+    """The address of ``count`` fp32 numbers on this thread's stack, which are the op's until it returns; not in a loop.
+    (Numba would free an array as soon as its address is taken.)"""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        numbers = builder.alloca(ir.FloatType(), size=given[0])
+        numbers.align = 64
+        return builder.ptrtoint(numbers, I64)
+
+    return types.int64(types.int64), build
 
 
 @inner

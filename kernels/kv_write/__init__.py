@@ -66,7 +66,7 @@ class KvWrite:
             from kernels.kv_write import compiled  # noqa: PLC0415 (numba: only where it is installed)
 
             if compiled.serves(qkv, angles, kv, norms):
-                return partial(compiled.run, self._slots)
+                return partial(compiled.run, self._slots.contiguous())
         return partial(reference.run, reference.plan(self._slots, kv))
 
     def _check(self, qkv: Tensor, angles: Angles, kv: PagedLayer) -> None:

@@ -36,6 +36,7 @@ class Plan:
     """[rows, kv heads] int64: how many spans are done; zero between calls."""
     span_blocks: int
     window_tokens: int
+    has_padding: bool
 
 
 def serves(q: Tensor, kv: PagedLayer) -> bool:
@@ -46,8 +47,9 @@ def serves(q: Tensor, kv: PagedLayer) -> bool:
 def plan(block_tables: Tensor, kv_lengths: Tensor, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Plan:
     window, block_tokens = window_tokens or 0, kv.block_tokens
     span_blocks = max(1, _SPAN_TOKENS // block_tokens)
+    lengths: list[int] = kv_lengths.tolist()
     pieces: list[tuple[int, int, int, int]] = []
-    for row, length in enumerate(kv_lengths.tolist()):
+    for row, length in enumerate(lengths):
         first_block = max(0, length - window) // block_tokens if window else 0
         spans = -(-(-(-length // block_tokens) - first_block) // span_blocks)
         first = len(pieces)
@@ -61,11 +63,12 @@ def plan(block_tables: Tensor, kv_lengths: Tensor, q: Tensor, kv: PagedLayer, wi
         finished=torch.zeros((kv_lengths.shape[0], kv.kv_heads), dtype=torch.int64),
         span_blocks=span_blocks,
         window_tokens=window,
+        has_padding=0 in lengths,
     )
 
 
 def run(plan: Plan, q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> None:
-    if plan.pieces.shape[0] < q.shape[0]:  # some row is padding
+    if plan.has_padding:
         out.zero_()
     tile_bytes, item_bytes = kv.tiles.shape[1] * kv.tiles.element_size(), q.element_size()
     group, head_dim = q.shape[1] // kv.kv_heads, kv.head_dim
@@ -109,8 +112,7 @@ def _op(group: int, head_dim: int, block_tokens: int, kv_code: int) -> Op:
     def attend(given):
         pieces, kv_heads, span_blocks, window = given[1], given[2], given[3], given[4]
         dtype, scale = given[17], jit.number_of(given[18])
-        scratch = np.empty(group * (head_dim + width + padded), np.float32)
-        queries = jit.address_of(scratch)
+        queries = jit.scratch(group * (head_dim + width + padded))
         sums = queries + group * head_dim * 4
         weights = sums + group * width * 4
         item = jit.next_item(given)
