@@ -3,6 +3,7 @@
 Owns the names that --against takes. Installs what is missing.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from bench.peers.drivers.protocol import Setup
 from bench.peers.install import installed, python_of
 from bench.peers.process import DriverCommand
 from bench.peers.recipes import NpmRecipe, PythonRecipe
+from kvoy.runtime.engine_client import worker_environment
 
 OURS = "kvoy"
 RECIPES: Mapping[str, Callable[[], PythonRecipe | NpmRecipe]] = {
@@ -33,8 +35,10 @@ class Contender:
 
 
 def ours(setup: Setup) -> DriverCommand:
-    """Our engine in this environment. Its threads wait as those of the peers do."""
-    return DriverCommand(OURS, Path(sys.executable), _module(OURS), setup, _threads(setup))
+    """Our engine in this environment, told what a pod tells its worker."""
+    return DriverCommand(
+        OURS, Path(sys.executable), _module(OURS), setup, worker_environment(setup.threads, os.environ)
+    )
 
 
 def contender(name: str, setup: Setup, console: Console) -> Contender:

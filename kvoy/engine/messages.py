@@ -36,6 +36,8 @@ class EngineSettings:
     """Cap on the context; 0 is what the model says."""
     deterministic: bool = False
     """Prove at the start that no row's result depends on its batch mates, and make it so where it is not."""
+    cores_shared: bool = False
+    """Others compute on the same cores: threads that wait for each other sleep, instead of spinning for a moment."""
 
 
 @dataclass(frozen=True, slots=True)

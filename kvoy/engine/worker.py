@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -52,18 +52,7 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
     settings, *orders = channel.receive() or [Stop()]
     if not isinstance(settings, EngineSettings):
         return
-    keep_freed_memory()
-    if settings.deterministic:
-        # Read by MKL, where torch has it, when it is loaded: sums in the same order for any number of rows and threads.
-        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(default_cache_dir() / "compiled"))  # read when Numba is imported
-    from kvoy.engine.engine import Engine  # noqa: PLC0415 (torch takes seconds to import, and may fail: say so)
-
-    engine = Engine(settings, slab_fd, progress=lambda message: channel.send(Progress(message)))
-    gc.collect()
-    gc.freeze()  # what the model is made of stays: no later collection need look at it
-    give_back_freed_memory()
-    forget_file_pages(".safetensors")
+    engine = load(settings, slab_fd, lambda message: channel.send(Progress(message)))
     channel.send(engine.ready)
     while orders := orders or channel.receive():
         for answer in _answers(engine, orders):
@@ -71,6 +60,23 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
         if not all(isinstance(order, _OBEYED) for order in orders):
             return
         orders = []
+
+
+def load(settings: EngineSettings, slab_fd: int, progress: Callable[[str], None]) -> "Engine":
+    """An engine in a process made ready for one: its allocator, its collector, its caches. Before torch is imported."""
+    keep_freed_memory()
+    if settings.deterministic:
+        # Read by MKL, where torch has it, when it is loaded: sums in the same order for any number of rows and threads.
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(default_cache_dir() / "compiled"))  # read when Numba is imported
+    from kvoy.engine.engine import Engine  # noqa: PLC0415 (torch takes seconds to import, and may fail: say so)
+
+    engine = Engine(settings, slab_fd, progress)
+    gc.collect()
+    gc.freeze()  # what the model is made of stays: no later collection need look at it
+    give_back_freed_memory()
+    forget_file_pages(".safetensors")
+    return engine
 
 
 def _answers(engine: "Engine", orders: Sequence[object]) -> Iterator[Answer]:

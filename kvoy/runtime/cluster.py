@@ -143,12 +143,15 @@ class Cluster:
         """Role, name and flags of each pod but the router."""
         plan = self._plan
         prefill_threads, decode_threads = share_cores(plan.cores or _cores(), plan.prefill, plan.decode)
+        # Whoever sets the threads of a role may have set more than there are cores.
+        shared = any("threads" in plan.overrides.get(role, {}) for role in (Role.DECODE, Role.PREFILL))
         if plan.kvstore:
             yield Role.KVSTORE, "kvstore-0", {}
         for role, threads in ((Role.DECODE, decode_threads), (Role.PREFILL, prefill_threads)):
             for index, count in enumerate(threads):
                 formats = {"dtype": plan.dtype, "kv_dtype": plan.kv_dtype}
                 flags = {"model": plan.model, "device": plan.device, **formats, "threads": str(count)}
+                flags["cores_shared"] = str(shared).lower()
                 if plan.deterministic:
                     flags["deterministic"] = "true"
                 yield role, f"{role}-{index}", flags

@@ -40,6 +40,9 @@ class EnginePodConfig(PodConfig):
         "auto", "Where the engine computes: cuda is an NVIDIA GPU, auto is one if all that it needs is there."
     )
     threads: int = option(0, "CPU threads of the engine; 0 is one for each core.", at_least=0)
+    cores_shared: bool = option(
+        False, "Other engines compute on the same cores: threads that wait sleep at once, instead of spinning."
+    )
     pool_bytes: int = option(1 << 30, "Size of the KV pool.", at_least=1)
     block_tokens: int = option(16, "Tokens of one KV block.", at_least=1)
     slots: int = option(16, "Places in the staging slab.", at_least=1)
@@ -66,6 +69,7 @@ class EnginePodConfig(PodConfig):
             device=self.device,
             context_tokens=self.context_tokens,
             deterministic=self.deterministic,
+            cores_shared=self.cores_shared,
         )
 
 

@@ -30,7 +30,7 @@ from kvoy.engine.messages import (
     RunStep,
     StepDone,
 )
-from kvoy.runtime.engine_client import EngineClient
+from kvoy.runtime.engine_client import EngineClient, worker_environment
 from tests.engine.running import FAMILIES
 
 SETTINGS = EngineSettings(
@@ -271,3 +271,17 @@ def test_it_runs_on_uvloop_too():
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert isinstance(runner.run(main()), StepDone)
+
+
+@pytest.mark.parametrize(
+    ("environment", "shared", "waiting"),
+    [
+        ({}, False, {"GOMP_SPINCOUNT": "10000"}),
+        ({}, True, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, True, {}),
+        ({"GOMP_SPINCOUNT": "5"}, False, {}),
+    ],
+)
+def test_threads_spin_only_on_cores_of_their_own_and_what_somebody_set_stays(environment, shared, waiting):
+    told = worker_environment(3, environment, cores_shared=shared)
+    assert told == {"OMP_NUM_THREADS": "3", **waiting}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvoy.core.errors import ConfigError
+from kvoy.core.types import Role
 from kvoy.runtime import cluster_files
 from kvoy.runtime.cluster import Cluster, ClusterPlan, check_free, check_reachable, share_cores
 from kvoy.runtime.cluster_files import ClusterRecord
@@ -35,6 +36,13 @@ def test_pods_with_an_engine_are_told_to_be_deterministic(tmp_path, deterministi
     assert told.pop("kvstore-0") == {}
     assert sorted(told) == ["decode-0", "prefill-0", "prefill-1"]
     assert {flags.get("deterministic") for flags in told.values()} == {"true" if deterministic else None}
+
+
+@pytest.mark.parametrize(("overrides", "shared"), [({}, "false"), ({Role.DECODE: {"threads": "2"}}, "true")])
+def test_pods_are_told_that_cores_are_shared_when_somebody_chose_the_threads(tmp_path, overrides, shared):
+    plan = ClusterPlan("m", "fp32", "auto", 1, 1, True, "h:1", "g:1", tmp_path, overrides=overrides, cores=4)
+    told = {name: flags for _, name, flags in Cluster(plan, print, {})._pod_list()}
+    assert {told[name]["cores_shared"] for name in ("decode-0", "prefill-0")} == {shared}
 
 
 def test_an_address_is_free_or_the_reason_is_said():

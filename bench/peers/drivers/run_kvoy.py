@@ -15,10 +15,10 @@ import torch
 from bench.peers.drivers.protocol import Prompts, Setup, serve
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan, StepResult
 from kvoy.core.types import GREEDY
-from kvoy.engine.engine import Engine
 from kvoy.engine.messages import EngineSettings, RunStep, StepDone
 from kvoy.engine.models import resolve
 from kvoy.engine.slab import nameless_file
+from kvoy.engine.worker import load
 
 BLOCK_TOKENS = 16
 _ITEM_BYTES = {"fp32": 4, "bf16": 2}
@@ -56,7 +56,7 @@ class KvoyEngine:
             slots=1,
             threads=setup.threads,
         )
-        self._engine = Engine(settings, nameless_file(), lambda line: print(line, file=sys.stderr))
+        self._engine = load(settings, nameless_file(), lambda line: print(line, file=sys.stderr))
         self._numbers = itertools.count()
         self.about = f"the engine of a worker, blocks of {BLOCK_TOKENS} tokens, one plan a step, sampling included"
 
