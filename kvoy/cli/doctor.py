@@ -102,9 +102,12 @@ def check_torch() -> list[Finding]:
         said = getattr(error, "stderr", None) or str(error)
         return [Finding("torch", Verdict.MISSING, said.strip().splitlines()[-1], "pip install --force-reinstall torch")]
     detail = f"{torch['version']}, {torch['threads']} threads, {torch['cpu']}, {'a GPU' if torch['cuda'] else 'no GPU'}"
-    if not torch["bf16"]:
-        return [Finding("torch", Verdict.FINE, f"{detail}, no fast bf16 on this CPU: stay with --dtype fp32")]
-    return [Finding("torch", Verdict.FINE, f"{detail}, bf16")]
+    bf16 = "bf16" if torch["bf16"] else "no fast bf16 on this CPU: stay with --dtype fp32"
+    findings = [Finding("torch", Verdict.FINE, f"{detail}, {bf16}")]
+    if not (torch["compiles"] or torch["cuda"]):
+        slow = "no Numba that works with this torch: decode on the CPU takes up to half longer"
+        findings.append(Finding("compiled ops", Verdict.COULD, slow, "pip install 'kvoy[cpu]'"))
+    return findings
 
 
 def check_servers() -> list[Finding]:

@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+from kernels.cpu import compiles
+
 
 def main() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
@@ -19,6 +21,7 @@ def main() -> None:
                 "cpu": capability,
                 "bf16": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),  # noqa: SLF001  - there is no public one
                 "cuda": torch.cuda.is_available(),
+                "compiles": compiles(),
             }
         )
         + "\n"

@@ -25,6 +25,13 @@ def test_a_missing_package_is_missing(monkeypatch):
     assert (finding.verdict, finding.mend) == (Verdict.MISSING, "pip install no-such-package")
 
 
+@pytest.mark.parametrize(("compiles", "verdicts"), [("true", ["ok"]), ("false", ["ok", "note"])])
+def test_ops_that_are_not_compiled_are_worth_a_note(monkeypatch, compiles, verdicts):
+    said = f'{{"version": "2.13", "threads": 2, "cpu": "AVX2", "bf16": true, "cuda": false, "compiles": {compiles}}}'
+    monkeypatch.setattr(doctor, "python", lambda *_words: (sys.executable, "-c", f"print({said!r})"))
+    assert [finding.verdict for finding in doctor.check_torch()] == verdicts
+
+
 def test_a_torch_that_does_not_run_is_missing(monkeypatch):
     monkeypatch.setattr(
         doctor, "python", lambda *_words: (sys.executable, "-c", "raise ImportError('broken libtorch')")
