@@ -36,6 +36,7 @@ def prefill(
     return guarded.check()
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("window_tokens", WINDOWS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,6 +49,7 @@ def test_decode_equals_float64_attention(dtype, window_tokens, order):
         torch.testing.assert_close(out[row].double(), expected, atol=tolerance(dtype), rtol=0)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window_tokens", [None, 5])
 def test_a_decode_row_alone_has_the_bits_it_has_in_a_batch(dtype, window_tokens):
@@ -86,6 +88,7 @@ def test_chunks_add_up_to_the_whole(chunk, window_tokens):
         torch.testing.assert_close(part, whole[start:end], atol=1e-6, rtol=0)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("window_tokens", [None, 5])
 def test_one_op_serves_every_layer_of_a_step(window_tokens):
     case = PagedCase([5, 30, 12], torch.float32)
@@ -102,6 +105,7 @@ def test_one_op_serves_every_layer_of_a_step(window_tokens):
         assert not torch.equal(outs[0].out, outs[1].check())
 
 
+@pytest.mark.usefixtures("each_way")
 def test_shapes_that_do_not_fit_are_refused_before_anything_is_written():
     case = PagedCase([5, 6], torch.float32)
     q, out = torch.randn(2, HEADS, HEAD_DIM), torch.full((2, HEADS, HEAD_DIM), float("nan"))

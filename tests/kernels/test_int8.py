@@ -67,6 +67,7 @@ def test_a_nan_makes_its_whole_line_nan():
     assert not scales[1].isnan()
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_stores_codes_and_scales_and_touches_nothing_else(dtype, order):
@@ -90,6 +91,7 @@ def test_write_stores_codes_and_scales_and_touches_nothing_else(dtype, order):
     assert torch.equal(tile_bytes(pool), expected)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 def test_write_rounds_to_a_pool_of_another_float(pool_dtype):
     pool = pool_of(KvFormat(pool_dtype), SHAPE, "BLHNC")
@@ -100,6 +102,7 @@ def test_write_rounds_to_a_pool_of_another_float(pool_dtype):
     assert torch.equal(stored, torch.cat(qkv[:, HEADS:].chunk(2, 1), -1).to(pool_dtype))
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("fmt", [INT8, *FLOATS[:2]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window_tokens", [None, 5])

@@ -58,6 +58,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("padding", [0, 3])
 def test_write_puts_each_token_in_its_slot_and_touches_nothing_else(dtype, order, padding):
@@ -76,6 +77,7 @@ def test_write_puts_each_token_in_its_slot_and_touches_nothing_else(dtype, order
     assert torch.equal(bits(pool.values), bits(expected))
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("tokens", [1, 11, 300])
 def test_write_norms_and_rotates_q_and_k_in_place_and_leaves_v(dtype, has_norms, tokens):
@@ -94,6 +96,7 @@ def test_write_norms_and_rotates_q_and_k_in_place_and_leaves_v(dtype, has_norms,
     assert torch.equal(qkv[:, -KV_HEADS:], v)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_write_refuses_shapes_that_do_not_fit():
     pool = poisoned_pool(BLOCKS, LAYERS, torch.float32)
     qkv, slots = torch.randn(2, HEADS + 2 * KV_HEADS, HEAD_DIM), torch.tensor([0, 1])

@@ -9,6 +9,7 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kvoy.core.errors import InvariantError
 from tests.kernels.paged_case import Guarded
 
+pytestmark = pytest.mark.usefixtures("each_way")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
