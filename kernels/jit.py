@@ -30,7 +30,7 @@ def _has_cache() -> bool:
     """Choose where Numba keeps what it compiled: a folder for this version of what ops are made of, for Numba does not
     notice that something inlined has changed. False where nothing can be written."""
     here = Path(__file__)
-    parts = here.read_bytes() + here.with_name("vectors.py").read_bytes()
+    parts = b"".join(here.with_name(f"{name}.py").read_bytes() for name in ("jit", "vectors", "amx"))
     version = hashlib.blake2b(parts, digest_size=8).hexdigest()
     folder = Path(numba.config.CACHE_DIR or here.parent / "__pycache__") / version
     try:
