@@ -208,6 +208,18 @@ def _build_exp(builder: Any, x: Any) -> Any:
 
 exp = converting(_lanes, _lanes, _build_exp)
 """e^x of x <= 0, within 1e-7 * (1 - x) of it relatively, but never below 2^-126, which is what -inf gives too."""
+
+
+def _build_sigmoid(builder: Any, x: Any) -> Any:
+    ones, integers = ir.Constant(_VECTOR, [1.0] * LANES), _vector_of(I32)
+    negative = builder.or_(builder.bitcast(x, integers), _each(ir.Constant(I32, -(1 << 31))))
+    small = _build_exp(builder, builder.bitcast(negative, _VECTOR))  # of -|x|
+    above = builder.select(builder.fcmp_ordered("<", x, ir.Constant(_VECTOR, [0.0] * LANES)), small, ones)
+    return builder.fdiv(above, builder.fadd(small, ones))
+
+
+sigmoid = converting(_lanes, _lanes, _build_sigmoid)
+"""1 / (1 + e^-x), within a millionth of it relatively where it is above 2^-126."""
 exp_number = converting(types.float32, types.float32, _build_exp)
 
 
