@@ -1,6 +1,7 @@
 """Whether ops can be compiled for this CPU, and how torch's own threads run a compiled one. Compiles nothing itself.
 
-A compiled op (kernels/jit.py) is a function of an array of words. Threads of a second pool would fight torch's for the
+A compiled op (kernels/jit.py) is a function of an array of words; what it is called with is a value, a Call, which
+kernels/program.py strings together. Threads of a second pool would fight torch's for the
 cores, as both wait spinning for work; so the team that runs an op is the one of torch's OpenMP library, asked by its C
 interface, which is that of GCC.
 """
@@ -8,6 +9,7 @@ interface, which is that of GCC.
 import ctypes
 import functools
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -46,7 +48,7 @@ class Op:
 
     def __init__(self, address: int, keep: object) -> None:
         self._keep = keep
-        self._address = address
+        self.address = address
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
         library = openmp()
         assert library is not None
@@ -60,7 +62,20 @@ class Op:
             self._alone(words)
         else:
             # Left to itself OpenMP takes all cores in a Python thread where torch has not yet said how many.
-            self._team(self._address, words, torch.get_num_threads(), 0)
+            self._team(self.address, words, torch.get_num_threads(), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op and what it is called with. The memory that the words speak of is the caller's."""
+
+    op: Op
+    words: "ctypes.Array[ctypes.c_int64]"
+    alone: bool
+    """Over before another thread would have woken up."""
+
+    def run(self) -> None:
+        self.op(self.words, alone=self.alone)
 
 
 def words(*values: int) -> "ctypes.Array[ctypes.c_int64]":

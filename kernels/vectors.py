@@ -17,7 +17,22 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
 from kernels.cpu import words
-from kernels.jit import BF16, FP32, I8, I16, I32, INT8, converting, fp32_number, fp32s, inner, item_bytes, number_of, op
+from kernels.jit import (
+    BF16,
+    FP32,
+    I8,
+    I16,
+    I32,
+    I64,
+    INT8,
+    converting,
+    fp32_number,
+    fp32s,
+    inner,
+    item_bytes,
+    number_of,
+    op,
+)
 
 LANES = 16
 """Numbers in one vector: an AVX-512 register, or two or four of a smaller CPU."""
@@ -213,13 +228,15 @@ exp = converting(_lanes, _lanes, _build_exp)
 def _build_sigmoid(builder: Any, x: Any) -> Any:
     ones, integers = ir.Constant(_VECTOR, [1.0] * LANES), _vector_of(I32)
     negative = builder.or_(builder.bitcast(x, integers), _each(ir.Constant(I32, -(1 << 31))))
+    zeros, least = ir.Constant(_VECTOR, [0.0] * LANES), ir.Constant(_VECTOR, [-87.0] * LANES)
     small = _build_exp(builder, builder.bitcast(negative, _VECTOR))  # of -|x|
-    above = builder.select(builder.fcmp_ordered("<", x, ir.Constant(_VECTOR, [0.0] * LANES)), small, ones)
+    below = builder.select(builder.fcmp_ordered("<", x, least), zeros, small)
+    above = builder.select(builder.fcmp_ordered("<", x, zeros), below, ones)
     return builder.fdiv(above, builder.fadd(small, ones))
 
 
 sigmoid = converting(_lanes, _lanes, _build_sigmoid)
-"""1 / (1 + e^-x), within a millionth of it relatively where it is above 2^-126."""
+"""1 / (1 + e^-x), within a millionth of it relatively; 0 below -87."""
 exp_number = converting(types.float32, types.float32, _build_exp)
 
 
@@ -267,3 +284,93 @@ def _exponentials(given):
     x, out = fp32s(given[0], 4), fp32s(given[1], 4)
     for i in range(4):
         out[i] = exp_number(x[i])
+
+
+@intrinsic
+def keep(_typing: Any, _a: Any, _first: Any, _end: Any) -> Any:
+    """Lanes ``first`` to ``end``, both of any size; -inf in all others, whatever was in them."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        kind = _vector_of(I64)
+        lanes = ir.Constant(kind, list(range(LANES)))
+        zeros = ir.Constant(_vector_of(I32), [0] * LANES)
+
+        def each(bound: Any) -> Any:
+            first = builder.insert_element(ir.Constant(kind, ir.Undefined), bound, ir.Constant(I32, 0))
+            return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), zeros)
+
+        inside = builder.and_(
+            builder.icmp_signed(">=", lanes, each(given[1])), builder.icmp_signed("<", lanes, each(given[2]))
+        )
+        return builder.select(inside, given[0], ir.Constant(_VECTOR, [-math.inf] * LANES))
+
+    return _lanes(_lanes, types.int64, types.int64), build
+
+
+@intrinsic
+def transpose(_typing: Any, _rows: Any, _offset: Any, _into: Any) -> Any:
+    """A square of 16 x 16 numbers of 32 bits: its rows are at the 16 addresses (int64) at ``rows``, ``offset`` bytes
+    further on; its columns go one after the other to ``into``.
+
+    A register holds the same quarter of four rows that are four apart: so each quarter is one 4 x 4 square per 128
+    bits, and nothing ever moves from one 128 bits to others but on its way from memory."""
+
+    def build(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        table = builder.inttoptr(given[0], I64.as_pointer())
+        rows_at = [builder.load(builder.gep(table, [ir.Constant(I64, row)]), align=8) for row in range(LANES)]
+        starts = [builder.add(row_at, given[1]) for row_at in rows_at]
+        for quarter in range(4):
+            parts = [_load_quarter(builder, start, quarter) for start in starts]
+            rows = [_joined(builder, [parts[row + 4 * k] for k in range(4)]) for row in range(4)]
+            for column, found in enumerate(_transposed_by_four(builder, rows)):
+                into = builder.add(given[2], ir.Constant(I64, (quarter * 4 + column) * 64))
+                builder.store(found, builder.inttoptr(into, _vector_of(I32).as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), build
+
+
+def _load_quarter(builder: Any, start: Any, quarter: int) -> Any:
+    address = builder.add(start, ir.Constant(I64, quarter * 16))
+    return builder.load(builder.inttoptr(address, ir.VectorType(I32, 4).as_pointer()), align=4)
+
+
+def _shuffled(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(order)), order))
+
+
+def _joined(builder: Any, parts: list[Any]) -> Any:
+    """One after the other."""
+    while len(parts) > 1:
+        size = parts[0].type.count
+        parts = [_shuffled(builder, a, b, list(range(2 * size))) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _transposed_by_four(builder: Any, rows: list[Any]) -> list[Any]:
+    """Of four vectors, each 4 x 4 square that lies in the same 128 bits of them."""
+
+    def pick(a: Any, b: Any, order: list[int]) -> Any:
+        lanes = [4 * k + (i if i < 4 else i - 4 + LANES) for k in range(4) for i in order]
+        return _shuffled(builder, a, b, lanes)
+
+    low, high = [0, 4, 1, 5], [2, 6, 3, 7]
+    found = []
+    for order in (low, high):
+        one, two = pick(rows[0], rows[1], order), pick(rows[2], rows[3], order)
+        found += [pick(one, two, [0, 1, 4, 5]), pick(one, two, [2, 3, 6, 7])]
+    return found
+
+
+KIND = _lanes
+"""The type of a vector: for instructions that only some CPUs have."""
+
+
+@intrinsic
+def larger(_typing: Any, _a: Any, _b: Any) -> Any:
+    """Lane by lane; where one is NaN, the second."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *given), *given)
+
+    return _lanes(_lanes, _lanes), build

@@ -41,7 +41,7 @@ class KvWrite:
     """
 
     def __init__(self, slots: Tensor) -> None:
-        self._slots = slots
+        self.slots = slots
         self._run: _Run | None = None
 
     def __call__(self, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None = None) -> None:
@@ -59,18 +59,18 @@ class KvWrite:
             return self._bind_on_cpu(qkv, angles, kv, norms)
         from kernels.kv_write import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
-        return partial(kernel.run, self._slots)
+        return partial(kernel.run, self.slots)
 
     def _bind_on_cpu(self, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None) -> _Run:
         if cpu.compiles():
             from kernels.kv_write import compiled  # noqa: PLC0415 (numba: only where it is installed)
 
             if compiled.serves(qkv, angles, kv, norms):
-                return partial(compiled.run, self._slots.contiguous())
-        return partial(reference.run, reference.plan(self._slots, kv))
+                return partial(compiled.run, self.slots.contiguous())
+        return partial(reference.run, reference.plan(self.slots, kv))
 
     def _check(self, qkv: Tensor, angles: Angles, kv: PagedLayer) -> None:
-        tokens, half = self._slots.shape[0], kv.head_dim // 2
+        tokens, half = self.slots.shape[0], kv.head_dim // 2
         if qkv.dim() != 3 or qkv.shape[1] <= 2 * kv.kv_heads:
             raise InvariantError(f"qkv {tuple(qkv.shape)} does not hold q, k and v of {kv.kv_heads} kv heads")
         require_shape("qkv", qkv, (tokens, qkv.shape[1], kv.head_dim))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import jit, vectors
-from kernels.cpu import Op, words
+from kernels.cpu import Call, Op, words
 from kernels.jit import FP32
 from kernels.paged import PagedLayer
 from kernels.vectors import LANES
@@ -34,9 +34,14 @@ def serves(qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None) ->
 
 
 def run(slots: Tensor, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None) -> None:
+    call(slots, qkv, angles, kv, norms).run()
+
+
+def call(slots: Tensor, qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None) -> Call:
     tokens, rows, head_dim = qkv.shape
     tile_bytes = kv.tiles.shape[1] * kv.tiles.element_size()
-    _op()(
+    return Call(
+        _op(),
         words(
             0,
             tokens,

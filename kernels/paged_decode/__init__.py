@@ -21,7 +21,7 @@ class PagedDecode:
 
     def __init__(self, block_tables: Tensor, kv_lengths: Tensor, max_kv_tokens: int) -> None:
         require_shape("block_tables", block_tables, (kv_lengths.shape[0], block_tables.shape[-1]))
-        self._tables = (block_tables, kv_lengths)
+        self.tables = (block_tables, kv_lengths)
         self._max_kv_tokens = max_kv_tokens
         self._attend: dict[int | None, Attend] = {}
 
@@ -34,7 +34,7 @@ class PagedDecode:
         """
         if window_tokens not in self._attend:
             require_paged(q, kv, out)
-            require_shape("q", q, (self._tables[1].shape[0], *q.shape[1:]))
+            require_shape("q", q, (self.tables[1].shape[0], *q.shape[1:]))
             self._attend[window_tokens] = self._bind(q, kv, window_tokens)
         self._attend[window_tokens](q, kv, scale, out)
 
@@ -43,12 +43,12 @@ class PagedDecode:
             return self._bind_on_cpu(q, kv, window_tokens)
         from kernels.paged_decode import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
-        return partial(kernel.run, kernel.plan(*self._tables, self._max_kv_tokens, q, kv, window_tokens=window_tokens))
+        return partial(kernel.run, kernel.plan(*self.tables, self._max_kv_tokens, q, kv, window_tokens=window_tokens))
 
     def _bind_on_cpu(self, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Attend:
         if cpu.compiles():
             from kernels.paged_decode import compiled  # noqa: PLC0415 (numba: only where it is installed)
 
             if compiled.serves(q, kv):
-                return partial(compiled.run, compiled.plan(*self._tables, q, kv, window_tokens))
-        return partial(reference.run, reference.plan(*self._tables, q, kv, window_tokens))
+                return partial(compiled.run, compiled.plan(*self.tables, q, kv, window_tokens))
+        return partial(reference.run, reference.plan(*self.tables, q, kv, window_tokens))

@@ -43,7 +43,7 @@ def _run_compiled(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     from kernels.rms_norm import compiled  # noqa: PLC0415 (numba: only where it is installed)
 
     if serves := compiled.serves(x, weight, out, residual):
-        compiled.run(x, residual, weight, eps, out)
+        compiled.call(x, residual, weight, eps, out).run()
     return serves
 
 

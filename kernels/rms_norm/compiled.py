@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import jit, vectors
-from kernels.cpu import Op, words
+from kernels.cpu import Call, Op, words
 from kernels.jit import FP32
 from kernels.vectors import LANES
 
@@ -29,10 +29,11 @@ def serves(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None = Non
     )
 
 
-def run(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+def call(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> Call:
     """With ``residual``: x is added to it first, and the norm is of the sum."""
     rows, dim = x.shape
-    _op()(
+    return Call(
+        _op(),
         words(
             0,
             rows,

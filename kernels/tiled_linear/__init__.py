@@ -10,10 +10,21 @@ from torch import Tensor
 from kernels import cpu
 from kernels.checks import require_shape, require_unit_stride
 from kernels.tiled_linear import reference
-from kernels.tiled_linear.reference import COLUMNS, DEPTH, HALF, TiledWeight
+from kernels.tiled_linear.memory import WeightMemory
+from kernels.tiled_linear.reference import DEPTH, HALF, ActivationName, Kind, TiledWeight
 from kvoy.core.errors import InvariantError
 
-__all__ = ["TiledWeight", "gated_linear", "linear", "linear_fp32", "serves", "tile", "tile_pair"]
+__all__ = [
+    "ActivationName",
+    "TiledWeight",
+    "WeightMemory",
+    "gated_linear",
+    "linear",
+    "linear_fp32",
+    "serves",
+    "tile",
+    "tile_pair",
+]
 
 
 def serves(*weights: Tensor) -> bool:
@@ -25,26 +36,30 @@ def serves(*weights: Tensor) -> bool:
         and weight.shape[1] % DEPTH == 0
         for weight in weights
     )
-    if not (fitting and cpu.compiles()):
+    return fitting and _multiplies()
+
+
+def _multiplies() -> bool:
+    if not cpu.compiles():
         return False
     from kernels import amx  # noqa: PLC0415 (numba: only where it is installed)
 
     return amx.works()
 
 
-def tile(weight: Tensor) -> TiledWeight:
-    """Of a weight that ``serves`` takes; a copy."""
-    return reference.tile(weight)
+def tile(weight: Tensor, memory: WeightMemory) -> TiledWeight:
+    """Of a weight that ``serves`` takes; a copy, in ``memory``."""
+    return reference.tile(weight, memory)
 
 
-def tile_pair(gate: Tensor, up: Tensor) -> TiledWeight:
+def tile_pair(gate: Tensor, up: Tensor, memory: WeightMemory) -> TiledWeight:
     """Both of a feed-forward, for gated_linear: each tile of the one beside its tile of the other."""
     require_shape("up", up, tuple(gate.shape))
-    return reference.tile_pair(gate, up)
+    return reference.tile_pair(gate, up, memory)
 
 
 def linear(x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Write x @ weight.T + bias to out [rows, out], for x [rows, in], all bf16, bias [out] of any float dtype."""
+    """Write x @ weight.T + bias to out [rows, out], for x [rows, in], both bf16, bias [out] fp32, contiguous."""
     _check(x, weight, out, weight.outputs, torch.bfloat16)
     _run("plain", x, weight, bias, out)
 
@@ -55,7 +70,7 @@ def linear_fp32(x: Tensor, weight: TiledWeight, out: Tensor) -> None:
     _run("fp32", x, weight, None, out)
 
 
-def gated_linear(x: Tensor, weight: TiledWeight, activation: reference.Activation, out: Tensor) -> None:
+def gated_linear(x: Tensor, weight: TiledWeight, activation: ActivationName, out: Tensor) -> None:
     """Write act(x @ gate.T) * (x @ up.T) to out [rows, ffn], for x [rows, in], all bf16."""
     _check(x, weight, out, weight.outputs // 2, torch.bfloat16)
     _run(activation, x, weight, None, out)
@@ -70,10 +85,10 @@ def _check(x: Tensor, weight: TiledWeight, out: Tensor, columns: int, dtype: tor
         raise InvariantError(f"a tiled product of {x.dtype} to {out.dtype}, expected {dtype}")
 
 
-def _run(kind: reference.Kind, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> None:
+def _run(kind: Kind, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> None:
     if not out.shape[0]:
         return
-    if not serves(weight.tiles.view(-1, COLUMNS * DEPTH)):
+    if not _multiplies():
         reference.run(kind, x, weight, bias, out)
         return
     from kernels.tiled_linear import compiled  # noqa: PLC0415 (numba: only where it is installed)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kernels import amx, jit, vectors
 from kernels.amx import TILE_BYTES, TILE_ROWS
-from kernels.cpu import Op, words
+from kernels.cpu import Call, Op, words
 from kernels.jit import BF16, FP32
 from kernels.tiled_linear.reference import COLUMNS, DEPTH, Kind, TiledWeight
 
-PLAIN, WIDE, SILU, GELU_TANH = range(4)
+PLAIN, WIDE, SILU, GELU_TANH = range(4)  # those from SILU on are gated
 CODES: dict[Kind, int] = {"plain": PLAIN, "fp32": WIDE, "silu": SILU, "gelu_tanh": GELU_TANH}
 SUMS = 2 * TILE_ROWS * COLUMNS
 """Numbers of scratch that a block of 32 rows needs."""
@@ -31,27 +31,35 @@ _GELU, _GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def run(kind: Kind, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> None:
-    rows, inputs = x.shape
-    terms = x
-    if kind == "fp32":  # as a sum of two bf16 numbers, of which each has its own pass
-        terms = x.new_empty((rows, 2 * inputs), dtype=torch.bfloat16)
-        high, low = terms.split(inputs, 1)
-        high.copy_(x)
-        torch.sub(x, high, out=low)
-    if bias is not None:
-        bias = bias.float().contiguous()
-    chunk_rows = min(_MOST_ROWS, max(COLUMNS, _CHUNK_BYTES // (terms.shape[1] * 2) // COLUMNS * COLUMNS))
-    _op(CODES[kind])(
+    terms = _as_terms(x) if kind == "fp32" else x  # named: it must live until the call is over
+    call(kind, terms, weight, bias, out).run()
+
+
+def _as_terms(x: Tensor) -> Tensor:
+    """[rows, in] fp32 as a sum of two bf16 numbers [rows, 2 * in]: the near one, and what it lacks."""
+    terms = x.new_empty((x.shape[0], 2 * x.shape[1]), dtype=torch.bfloat16)
+    near, rest = terms.chunk(2, 1)
+    near.copy_(x)
+    torch.sub(x, near, out=rest)
+    return terms
+
+
+def call(kind: Kind, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> Call:
+    """For x [rows, in] bf16, or [rows, terms * in] whose terms are to be summed; bias fp32, contiguous."""
+    rows, width = x.shape
+    chunk_rows = min(_MOST_ROWS, max(COLUMNS, _CHUNK_BYTES // (width * 2) // COLUMNS * COLUMNS))
+    return Call(
+        _op(CODES[kind]),
         words(
             0,
             rows,
             chunk_rows,
             weight.tiles.shape[0],
             weight.outputs,
-            inputs // DEPTH,
-            terms.shape[1] // inputs,
-            terms.data_ptr(),
-            terms.stride(0) * 2,
+            weight.inputs // DEPTH,
+            width // weight.inputs,
+            x.data_ptr(),
+            x.stride(0) * 2,
             weight.tiles.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
@@ -153,7 +161,7 @@ def _write(kind, row, start, rows, block, outputs, bias, out, out_step, sums):
         found = sums + (r - start) * COLUMNS * 4
         left, right = vectors.load(found, FP32), vectors.load(found + TILE_ROWS * 4, FP32)
         at = out + r * out_step
-        if kind in {SILU, GELU_TANH}:
+        if kind >= SILU:
             vectors.store(vectors.mul(_activated(kind, left), right), at + first, BF16)
         elif kind == WIDE:
             vectors.store_fp32(left, at + first * 4)

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.tiled_linear.memory import WeightMemory
+
 COLUMNS, HALF, DEPTH = 32, 16, 32
 """Outputs of a block and of a tile, and inputs of a step."""
-Activation = Literal["silu", "gelu_tanh"]
+ActivationName = Literal["silu", "gelu_tanh"]
 Kind = Literal["plain", "fp32", "silu", "gelu_tanh"]
 
 
@@ -31,16 +33,17 @@ class TiledWeight:
     inputs: int
 
 
-def tile(weight: Tensor) -> TiledWeight:
+def tile(weight: Tensor, memory: WeightMemory) -> TiledWeight:
     outputs, inputs = weight.shape
     padded = functional.pad(weight, (0, 0, 0, -outputs % COLUMNS))
     pairs = padded.view(-1, 2, HALF, inputs // DEPTH, DEPTH // 2, 2)  # [block, half, output, step, pair, 2]
-    return TiledWeight(pairs.permute(0, 3, 1, 4, 2, 5).contiguous(), outputs, inputs)
+    tiles = memory.take(padded.numel() * 2).view(torch.bfloat16).view(-1, inputs // DEPTH, 2, DEPTH // 2, HALF, 2)
+    return TiledWeight(tiles.copy_(pairs.permute(0, 3, 1, 4, 2, 5)), outputs, inputs)
 
 
-def tile_pair(gate: Tensor, up: Tensor) -> TiledWeight:
+def tile_pair(gate: Tensor, up: Tensor, memory: WeightMemory) -> TiledWeight:
     both = torch.stack([gate.view(-1, HALF, gate.shape[1]), up.view(-1, HALF, up.shape[1])], 1)
-    return tile(both.flatten(0, 2))
+    return tile(both.flatten(0, 2), memory)
 
 
 def untile(weight: TiledWeight) -> Tensor:

@@ -8,7 +8,17 @@ import pytest
 from kernels import cpu
 
 COMPILES = sys.platform == "linux" and importlib.util.find_spec("numba") is not None
-collect_ignore = [] if COMPILES else ["test_compiled.py", "test_vectors.py"]
+collect_ignore = [] if COMPILES else ["test_compiled.py", "test_vectors.py", "test_program.py"]
+
+
+def _has_matrix_unit() -> bool:
+    from kernels import amx
+
+    return amx.works()
+
+
+if not (COMPILES and _has_matrix_unit()):
+    collect_ignore.append("test_amx.py")
 
 
 @pytest.fixture(params=["torch", "compiled"] if COMPILES else ["torch"])
