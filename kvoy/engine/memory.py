@@ -1,12 +1,14 @@
 """What this process may still take of the machine's memory, and how its allocator holds what it has.
 
-Knows Linux (/proc, control groups) and glibc, and shrugs elsewhere: no figure, no change. What needs how much is the
+Knows Linux (/proc, control_groups.py) and glibc, and shrugs elsewhere: no figure, no change. What needs how much is the
 caller's affair. Torch-free.
 """
 
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+
+from kvoy.engine.control_groups import CGROUPS, PROC, group_folders, lines
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -50,7 +52,7 @@ def forget_file_pages(suffix: str, smaps: Path = Path("/proc/self/smaps")) -> No
 def _unwritten_mappings(suffix: str, smaps: Path) -> Iterator[tuple[int, int]]:
     """(start, size). A mapping is a line with its range and file, followed by lines of figures about it."""
     found: tuple[int, int] | None = None
-    for line in _lines(smaps):
+    for line in lines(smaps):
         name, _, figure = line.partition(":")
         if " " in name:  # "7f0c00000000-7f0c20000000 r--p 00000000 08" and then the rest of a first line
             start, _, end = name.split()[0].partition("-")
@@ -67,51 +69,32 @@ def _libc_function(name: str) -> "ctypes._NamedFuncPointer | None":
     return function
 
 
-def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """What can be had without swapping and within this process's control groups; None where nobody says."""
     bounds = [*_machine_bound(proc), *_group_bounds(proc, cgroups)]
     return min(bounds, default=None)
 
 
 def _machine_bound(proc: Path) -> Iterator[int]:
-    for line in _lines(proc / "meminfo"):
+    for line in lines(proc / "meminfo"):
         match line.split():
             case ["MemAvailable:", kib, "kB"]:
                 yield int(kib) << 10
 
 
+_NAMES = {
+    2: ("memory.max", "memory.current", "file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+}
+"""By the version of control groups: the limit, what is used of it, and which part of that is files' pages."""
+
+
 def _group_bounds(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Of the process's group and of those around it, in either version of control groups."""
-    for line in _lines(proc / "self" / "cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            for root in (cgroups, cgroups / "unified"):
-                yield from _bounds_along(root, path, "memory.max", "memory.current", "file")
-        elif "memory" in controllers.split(","):
-            root = cgroups / "memory"
-            yield from _bounds_along(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
-
-
-def _bounds_along(root: Path, path: str, limit: str, usage: str, file_cache: str) -> Iterator[int]:
-    parts = [part for part in path.split("/") if part]
-    # Inside a container the path is often that of the host; the root is then the container's own group.
-    for folder in [root.joinpath(*parts[:count]) for count in range(len(parts) + 1)]:
-        limit_bytes, used_bytes = _number(folder / limit), _number(folder / usage)
+    for folder in group_folders("memory", proc, cgroups):
+        limit, usage, file_cache = _NAMES[folder.version]
+        limit_bytes, used_bytes = folder.number(limit), folder.number(usage)
         if limit_bytes is None or used_bytes is None:
             continue
-        stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
+        stat = dict(line.split(maxsplit=1) for line in lines(folder.path / "memory.stat") if " " in line)
         reclaimable = int(stat.get(file_cache, 0)) - int(stat.get("total_shmem", stat.get("shmem", 0)))
         yield max(0, limit_bytes - used_bytes + max(0, reclaimable))
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None when there is none, as in "max"."""
-    text = "".join(_lines(path))
-    return int(text) if text.isdecimal() else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -4,12 +4,12 @@ Owns the bounds of each number and the question whether it will all fit into mem
 """
 
 import math
-import os
 
 import torch
 
 from kvoy.core.errors import ConfigError
 from kvoy.core.types import KvDtype
+from kvoy.engine.cores import usable_cores
 from kvoy.engine.memory import available_bytes
 from kvoy.engine.messages import EngineSettings
 from kvoy.engine.quant import EXTRA_BYTES
@@ -41,7 +41,7 @@ def _check_numbers(settings: EngineSettings) -> None:
     for name in ("pool_bytes", "slot_bytes", "context_tokens"):
         if getattr(settings, name) < 0:
             raise ConfigError(f"{name} must not be negative, as {getattr(settings, name)} is")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if settings.threads > max(_ALWAYS_ALLOWED_THREADS, _THREADS_PER_CORE * cores):
         raise ConfigError(
             f"threads is {settings.threads}, but this process may use {cores} cores; give it at most those"

@@ -6,7 +6,6 @@ what fails at the start ends everything. Says what happens through ``say``; know
 
 import asyncio
 import contextlib
-import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 
 from kvoy.core.errors import ConfigError
 from kvoy.core.types import Role
+from kvoy.engine.cores import usable_cores
 from kvoy.runtime.config import SHARED_VARIABLES
 from kvoy.runtime.process import Child, Command, Kept, StartFailed, child_environ, python
 from kvoy.runtime.servers import NATS, REDIS, LocalServer, free_port
@@ -142,7 +142,7 @@ class Cluster:
     def _pod_list(self) -> Iterator[tuple[Role, str, Mapping[str, str]]]:
         """Role, name and flags of each pod but the router."""
         plan = self._plan
-        prefill_threads, decode_threads = share_cores(plan.cores or _cores(), plan.prefill, plan.decode)
+        prefill_threads, decode_threads = share_cores(plan.cores or usable_cores(), plan.prefill, plan.decode)
         # Whoever sets the threads of a role may have set more than there are cores.
         shared = any("threads" in plan.overrides.get(role, {}) for role in (Role.DECODE, Role.PREFILL))
         if plan.kvstore:
@@ -266,8 +266,3 @@ async def _all(work: Iterator[Awaitable[None]] | list[Awaitable[None]]) -> None:
 
 async def _await(one: Awaitable[None]) -> None:
     await one
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from kvoy.core.errors import EngineError, ModelError
 from kvoy.engine.channel import AsyncChannel
+from kvoy.engine.cores import usable_cores
 from kvoy.engine.messages import (
     Answer,
     EngineSettings,
@@ -58,7 +59,7 @@ class EngineClient:
         ``threads`` 0 is one for each core. Raises ModelError when the model or a setting is to blame, else
         EngineError, with the worker's sentence; nothing is left running then, or when the caller is cancelled.
         """
-        settings = replace(settings, threads=settings.threads or _usable_cores())
+        settings = replace(settings, threads=settings.threads or usable_cores())
         slab_fd = nameless_file()
         process = channel = None
         try:
@@ -118,10 +119,6 @@ def worker_environment(threads: int, environment: Mapping[str, str], *, cores_sh
     if environment.keys().isdisjoint(_WAITING):
         told |= {"OMP_WAIT_POLICY": "PASSIVE"} if cores_shared else {"GOMP_SPINCOUNT": _SPIN_COUNT}
     return told
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 async def _spawn(settings: EngineSettings, slab_fd: int) -> tuple[Process, AsyncChannel]:
