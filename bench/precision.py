@@ -16,9 +16,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from bench.command import Command, at_least_one
 from bench.machine import this_machine, usable_cores
-from bench.report import RESULTS, Line, Report, Target
-from kvoy.core.errors import ConfigError, ModelError
+from bench.report import Line, Report, Target
+from kvoy.core.errors import ConfigError
 from kvoy.core.step import PrefillRow, StepPlan
 from kvoy.core.types import KvDtype, KvSpec
 from kvoy.engine.batch import Limits, build_batch
@@ -183,45 +184,40 @@ def report(found: Sequence[Cost], about: dict[str, object], note: str) -> Report
     return Report("precision", this_machine(), lines, (note, table(found)), details)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.precision", description=_ABOUT)
-    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="as kvoy takes it")
     parser.add_argument("--text", type=Path, default=TEXT, help="a file of text in UTF-8")
     parser.add_argument("--tokens", type=int, default=0, help="read only so many; 0 is all")
     parser.add_argument(
-        "--window-tokens", type=int, default=1024, help="of each of the texts that the text is cut into"
+        "--window-tokens", type=at_least_one, default=1024, help="of each of the texts that the text is cut into"
     )
-    parser.add_argument("--chunk-tokens", type=int, default=64, help="of a window that one step reads")
-    parser.add_argument("--threads", type=int, default=len(usable_cores()))
-    parser.add_argument("--json", type=Path, default=RESULTS / "precision.json", help="where the figures go")
-    return parser.parse_args()
+    parser.add_argument("--chunk-tokens", type=at_least_one, default=64, help="of a window that one step reads")
+    parser.add_argument("--threads", type=at_least_one, default=len(usable_cores()))
 
 
-def main() -> int:
-    options, console = _arguments(), Console(stderr=True)
+def _measure(options: argparse.Namespace, console: Console) -> Report:
     torch.set_num_threads(options.threads)
+    files = resolve(options.model, progress=console.print)
     try:
-        files = resolve(options.model, progress=console.print)
-        ids = Tokenizer.load(files).encode(options.text.read_text(encoding="utf-8"), special=False)
-    except (ConfigError, ModelError, OSError, UnicodeDecodeError) as error:
-        console.print(f"bench.precision: {error}", markup=False)
-        return 2
+        text = options.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {options.text} as text in UTF-8: {error}") from error
+    ids = Tokenizer.load(files).encode(text, special=False)
     everyone = readers(files, FORMATS, _WINDOWS_AT_ONCE * (options.window_tokens + _BLOCK_TOKENS))
     read(
         everyone, ids[: options.tokens or None], window_tokens=options.window_tokens, chunk_tokens=options.chunk_tokens
     )
     tokens = everyone[0].reading.tokens
     if not tokens:
-        console.print(f"bench.precision: the text has {len(ids)} tokens, less than one window", markup=False)
-        return 2
+        raise ConfigError(f"the text has {len(ids)} tokens, less than one window; give a longer one")
     about: dict[str, object] = {"model": files.name, "text": options.text.name, "tokens": tokens}
     about |= {"window_tokens": options.window_tokens, "chunk_tokens": options.chunk_tokens}
     note = f"{files.name} on {tokens:,} tokens of {options.text.name}, in windows of {options.window_tokens}:"
-    made = report(costs(everyone), about, note)
-    made.show(Console())
-    made.write(options.json)
-    return 1 if options.check and made.missed else 0
+    return report(costs(everyone), about, note)
+
+
+def main(words: list[str] | None = None) -> int:
+    return Command("precision", _ABOUT, _add_options, _measure).run(words)
 
 
 if __name__ == "__main__":

@@ -4,24 +4,22 @@ Reads the command line and makes the report: sharing_run measures, sharing_work 
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 
-from bench.engine import at_least_one
+from bench.command import Command, add_model_options
 from bench.engine_work import Work
 from bench.load import QUIET_SHARE
 from bench.machine import Machine, this_machine, usable_cores
-from bench.report import RESULTS, Line, Report, output
+from bench.report import Line, Report
 from bench.sharing_run import Plan, run
 from bench.sharing_work import DECODE, KEPT, PREFILL, Sample
 from bench.stats import paired_ratio, spread
-from kvoy.core.errors import ConfigError, KvoyError
+from kvoy.core.errors import ConfigError
 
 _CORES = 2
 _ROUNDS = 5
@@ -29,30 +27,19 @@ _ABOUT = "What a prefill and a decode worker, a thread each, keep of their speed
 
 
 def main(words: list[str] | None = None) -> int:
-    """The exit status: 0; 1 when a target is missed (with --check) or nothing could be measured; 130 for Ctrl-C."""
-    options = _parser().parse_args(words)
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return _bench(options, console)
-    except KvoyError as error:
-        console.print(f"bench.sharing: {error}")
-        return 1
-    except KeyboardInterrupt:
-        console.print("bench.sharing: stopped; nothing is left running")
-        return 130
+    return Command("sharing", _ABOUT, _add_options, _measure).run(words)
 
 
-def _bench(options: argparse.Namespace, console: Console) -> int:
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser, rounds=_ROUNDS, quick="one round")
+
+
+def _measure(options: argparse.Namespace, console: Console) -> Report:
     cores = usable_cores()[:_CORES]
     if len(cores) < _CORES:
         raise ConfigError("this machine gives one core, and two workers would halve it: run it where there are two")
     plan = Plan(options.model, options.dtype, cores, 1 if options.quick else options.rounds)
-    report = make_report(plan, run(plan, console), this_machine())
-    report.show(output())
-    report.write(options.json)
-    console.print(f"written to {options.json}")
-    return 1 if options.check and report.missed else 0
+    return make_report(plan, run(plan, console), this_machine())
 
 
 def make_report(plan: Plan, samples: Sequence[Sample], machine: Machine) -> Report:
@@ -103,17 +90,6 @@ def _sample_json(sample: Sample) -> dict[str, object]:
         "seconds": [round(second, 6) for second in sample.seconds],
         "foreign_share": round(sample.foreign_share, 4),
     }
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.sharing", description=_ABOUT)
-    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
-    parser.add_argument("--model", default="smollm2-135m", help="a Llama-like model, as kvoy takes it")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of weights, activations and KV")
-    parser.add_argument("--rounds", type=at_least_one, default=_ROUNDS, help="times everything is measured in turn")
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--json", type=Path, default=RESULTS / "sharing.json", help="where the figures go")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """How long an engine worker takes from its start until it serves, and how much memory at its peak: from a warm cache.
 
 Starts real workers, one after the other, writes every block of the pool and computes a long prompt and a full batch,
-then asks the kernel for the peak.  ``python -m bench.start_up [--check] [--rounds 3]``.
+then asks the kernel for the peak: ``python -m bench.start_up``.
 """
 
 import argparse
 import asyncio
 import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from statistics import median
 import torch
 from rich.console import Console
 
+from bench.command import Command, at_least_one
 from bench.machine import this_machine, usable_cores
-from bench.report import RESULTS, Line, Report, Target
+from bench.report import Line, Report, Target
 from bench.stats import spread
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import GREEDY
@@ -31,6 +33,8 @@ REST_BYTES = 450_000_000
 """What a worker may take besides two copies of the weights and the pool: Python, torch, temporaries."""
 POOL_BYTES = 512 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ROUNDS = 3
+_ABOUT = "How long an engine worker takes from its start until it serves, and how much memory at its peak."
 CASES = [(model, dtype) for model in ("smollm2-135m", "gemma3-270m") for dtype in DTYPES]
 
 
@@ -101,23 +105,23 @@ def lines_of(model: str, dtype: str, rounds: int, *, deterministic: bool) -> lis
     ]
 
 
-def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
-    arguments.add_argument("--rounds", type=int, default=3)
-    asked = arguments.parse_args()
+def main(words: list[str] | None = None) -> int:
+    return Command("start_up", _ABOUT, _add_options, _measure).run(words)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=at_least_one, default=_ROUNDS, help="starts of each case")
+
+
+def _measure(options: argparse.Namespace, console: Console) -> Report:
     cases = [(model, dtype, False) for model, dtype in CASES] + [("smollm2-135m", "fp32", True)]
-    lines = [
-        line
-        for model, dtype, deterministic in cases
-        for line in lines_of(model, dtype, asked.rounds, deterministic=deterministic)
-    ]
+    lines: list[Line] = []
+    for number, (model, dtype, deterministic) in enumerate(cases, 1):
+        console.print(f"{number}/{len(cases)}: {model} in {dtype}, {options.rounds} starts")
+        lines += lines_of(model, dtype, options.rounds, deterministic=deterministic)
     notes = [f"Peak: every block of a pool of {POOL_BYTES >> 20} MiB written. Bound: 2 x weights + pool + 450 MB."]
-    report = Report("start_up", this_machine(), lines, notes)
-    report.show(Console())
-    report.write(RESULTS / "start_up.json")
-    return 1 if asked.check and report.missed else 0
+    return Report("start_up", this_machine(), lines, notes)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine import at_least_one, main, peers_of
+from bench.command import at_least_one
+from bench.engine import main, peers_of
 from bench.engine_report import make_report
 from bench.engine_run import Measured, Plan, Sample
 from bench.engine_work import SERVED_CHUNK_TOKENS, STEPS, TARGETS, Decode, Prefill, rate, works
