@@ -4,6 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
+from kernels import cpu
 from kernels.checks import Attend, require_paged, require_shape
 from kernels.chunk_prefill import reference
 from kernels.paged import PagedLayer
@@ -39,7 +40,15 @@ class ChunkPrefill:
 
     def _bind(self, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Attend:
         if not q.is_cuda:
-            return partial(reference.run, reference.plan(*self._tables, q, kv, window_tokens=window_tokens))
+            return self._bind_on_cpu(q, kv, window_tokens)
         from kernels.chunk_prefill import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
         return partial(kernel.run, kernel.plan(*self._tables, self._max_queries, q, kv, window_tokens=window_tokens))
+
+    def _bind_on_cpu(self, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Attend:
+        if cpu.compiles():
+            from kernels.chunk_prefill import compiled  # noqa: PLC0415 (numba: only where it is installed)
+
+            if compiled.serves(q, kv):
+                return partial(compiled.run, compiled.plan(*self._tables, q, kv, window_tokens))
+        return partial(reference.run, reference.plan(*self._tables, q, kv, window_tokens=window_tokens))

@@ -1,24 +1,31 @@
 """PagedDecode for a CPU, compiled: the flash decoding of kernel.py, read straight from the pool, nothing gathered.
 
-A piece of work is one kv head of one row, over a span of its blocks; long rows have several, which leave what they
-found in a workspace, and who finishes last joins them. Spans depend on a row's length alone, so its bits do too.
+A piece of work is one kv head of one row, over a span of its blocks, a chunk at a time: scores of the chunk's tokens,
+their weights, then the values. Long rows have several pieces, which leave what they found in a workspace, and who
+finishes last joins them. Spans and chunks depend on a row's length alone, so its bits do too.
+
+Memory is the limit: while a chunk is worked on, the next one is on its way to the cache.
 """
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import jit, vectors
-from kernels.cpu import Op, words
+from kernels.cpu import Call, Op, words
 from kernels.jit import BF16, FP32, INT8
 from kernels.paged import PagedLayer
+from kernels.paged_decode import rows
 from kernels.vectors import LANES
 
 _SPAN_TOKENS = 512
 """Of one piece of work: long enough that joining is nothing, short enough that a long row occupies all threads."""
+_CHUNK_BYTES = 16384
+"""Of keys and values: with the next chunk's, what the nearest cache holds; enough that sums are seldom scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class Plan:
     """What is the same in every layer of one window."""
 
     pieces: Tensor
-    """[pieces, 4] int32: a row, which of its spans, how many it has, the number of its first piece."""
+    """[pieces, 4] int32: a row, which of its spans, how many it has, the number of its first piece. Padding has one."""
     tables: Tensor
     kv_lengths: Tensor
     partial: Tensor
@@ -34,9 +41,7 @@ class Plan:
     score; written by rows of several spans."""
     finished: Tensor
     """[rows, kv heads] int64: how many spans are done; zero between calls."""
-    span_blocks: int
     window_tokens: int
-    has_padding: bool
 
 
 def serves(q: Tensor, kv: PagedLayer) -> bool:
@@ -46,12 +51,11 @@ def serves(q: Tensor, kv: PagedLayer) -> bool:
 
 def plan(block_tables: Tensor, kv_lengths: Tensor, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Plan:
     window, block_tokens = window_tokens or 0, kv.block_tokens
-    span_blocks = max(1, _SPAN_TOKENS // block_tokens)
-    lengths: list[int] = kv_lengths.tolist()
+    span_blocks = _blocks_of_span.py_func(block_tokens)
     pieces: list[tuple[int, int, int, int]] = []
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(kv_lengths.tolist()):
         first_block = max(0, length - window) // block_tokens if window else 0
-        spans = -(-(-(-length // block_tokens) - first_block) // span_blocks)
+        spans = max(1, -(-(-(-length // block_tokens) - first_block) // span_blocks))
         first = len(pieces)
         pieces += [(row, span, spans, first) for span in range(spans)]
     group = q.shape[1] // kv.kv_heads
@@ -61,185 +65,328 @@ def plan(block_tables: Tensor, kv_lengths: Tensor, q: Tensor, kv: PagedLayer, wi
         kv_lengths=kv_lengths.contiguous(),
         partial=torch.empty((len(pieces), kv.kv_heads, group, kv.head_dim + 2)),
         finished=torch.zeros((kv_lengths.shape[0], kv.kv_heads), dtype=torch.int64),
-        span_blocks=span_blocks,
         window_tokens=window,
-        has_padding=0 in lengths,
     )
 
 
 def run(plan: Plan, q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> None:
-    if plan.has_padding:
-        out.zero_()
+    follow(asked := call(q, kv, scale, out), plan)
+    asked.run()
+
+
+def call(q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> Call:
+    """Of one layer; it attends to nothing before it follows a plan."""
     tile_bytes, item_bytes = kv.tiles.shape[1] * kv.tiles.element_size(), q.element_size()
-    group, head_dim = q.shape[1] // kv.kv_heads, kv.head_dim
-    _op(group, head_dim, kv.block_tokens, jit.CODES[kv.format.dtype])(
-        words(
-            0,
-            plan.pieces.shape[0] * kv.kv_heads,
-            kv.kv_heads,
-            plan.span_blocks,
-            plan.window_tokens,
-            plan.pieces.data_ptr(),
-            plan.tables.data_ptr(),
-            plan.tables.shape[1],
-            plan.kv_lengths.data_ptr(),
-            plan.partial.data_ptr(),
-            kv.tiles.data_ptr(),
-            q.data_ptr(),
-            q.stride(0) * item_bytes,
-            q.stride(1) * item_bytes,
-            out.data_ptr(),
-            out.stride(0) * item_bytes,
-            out.stride(1) * item_bytes,
-            jit.CODES[q.dtype],
-            jit.word_of(scale),
-            kv.strides.block * tile_bytes,
-            kv.strides.head * tile_bytes,
-            plan.finished.data_ptr(),
-        ),
-        alone=False,
+    given = words(
+        *(0 for _word in range(_LAYER)),
+        kv.kv_heads,
+        kv.strides.block * tile_bytes,
+        kv.strides.head * tile_bytes,
+        kv.tiles.data_ptr(),
+        jit.word_of(scale),
+        jit.CODES[q.dtype],
+        q.data_ptr(),
+        q.stride(0) * item_bytes,
+        q.stride(1) * item_bytes,
+        out.data_ptr(),
+        out.stride(0) * item_bytes,
+        out.stride(1) * item_bytes,
     )
+    op = _op(q.shape[1] // kv.kv_heads, kv.head_dim, kv.block_tokens, jit.CODES[kv.format.dtype])
+    return Call(op, given, alone=False)
+
+
+_LAYER = 10
+"""The first word that no plan changes."""
+
+
+def follow(call: Call, plan: Plan) -> None:
+    """From now on ``call`` is of the plan's rows; the plan must live as long, and be of such q and kv."""
+    items = plan.partial.shape[0] * plan.partial.shape[1]
+    call.words[:_LAYER] = [
+        0,
+        items,
+        items - 2 * torch.get_num_threads(),
+        plan.window_tokens,
+        plan.pieces.data_ptr(),
+        plan.tables.data_ptr(),
+        plan.tables.shape[1],
+        plan.kv_lengths.data_ptr(),
+        plan.partial.data_ptr(),
+        plan.finished.data_ptr(),
+    ]
+
+
+class HeadRows(NamedTuple):
+    """Where the heads of all rows are, of q or out, in an op."""
+
+    address: int
+    row_bytes: int
+    head_bytes: int
+    """From one row or head to the next."""
+    dtype: int
+
+
+class _Span(NamedTuple):
+    """Integers. Tokens [first, end) of a row and head, counted from where the first block of the span begins."""
+
+    row: Any
+    head: Any
+    spans: Any  # of the row
+    first_piece: Any
+    table: Any  # the address of the first block's number
+    first: Any
+    end: Any
+
+
+class _Chunk(NamedTuple):  # of blocks of one head
+    tiles: int  # address of the head's tile of block 0
+    block_bytes: int
+    table: int
+    blocks: int
+
+
+class _Scratch(NamedTuple):
+    """Addresses of fp32 numbers, of which ``scratch_numbers`` are enough."""
+
+    products: int  # [group, 16 tokens, 16 lanes]
+    queries: int  # [group, head dim], times the scale
+    sums: int  # [group, head dim + 2], as in Plan.partial
+    weights: int  # [group, tokens of a chunk], before they are known their scores
+    k_steps: int  # [tokens of a chunk]: what a code of int8 is worth
+    v_steps: int
+
+
+def scratch_numbers(group: int, head_dim: int, block_tokens: int, kv_code: int) -> int:
+    """How many numbers of jit.scratch ``attend_piece`` needs."""
+    tokens: int = _blocks_of_chunk.py_func(head_dim, block_tokens, kv_code) * block_tokens
+    return group * (LANES * LANES + 2 * head_dim + 2) + (group + 2) * (tokens + LANES)
 
 
 @functools.cache
 def _op(group: int, head_dim: int, block_tokens: int, kv_code: int) -> Op:
     """For these sizes: loops of a known length become vectors, and what they add up stays in registers."""
-    item_bytes = 4 if kv_code == FP32 else 2 if kv_code == BF16 else 1
-    tile_bytes = block_tokens * (2 * head_dim * item_bytes + (4 if kv_code == INT8 else 0))
-    width = head_dim + 2  # of sums: the weighted values, the sum of the weights, the largest score
-    padded = -(-block_tokens // LANES) * LANES  # the scores of a block, in whole vectors
+    numbers = scratch_numbers(group, head_dim, block_tokens, kv_code)
 
     def attend(given):
-        pieces, kv_heads, span_blocks, window = given[1], given[2], given[3], given[4]
-        dtype, scale = given[17], jit.number_of(given[18])
-        queries = jit.scratch(group * (head_dim + width + padded))
-        sums = queries + group * head_dim * 4
-        weights = sums + group * width * 4
+        scratch, items = jit.scratch(numbers), given[1]
+        queries = HeadRows(given[16], given[17], given[18], given[15])
+        out = HeadRows(given[19], given[20], given[21], given[15])
         item = jit.next_item(given)
-        while item < pieces:
-            piece, head = jit.int32s(given[5] + item // kv_heads * 16, 4), item % kv_heads
-            row, span, spans, first_piece = (
-                np.int64(piece[0]),
-                np.int64(piece[1]),
-                np.int64(piece[2]),
-                np.int64(piece[3]),
-            )
-            for member in range(group):
-                at = given[11] + row * given[12] + (head * group + member) * given[13]
-                vectors.scale(at, dtype, queries + member * head_dim * 4, FP32, head_dim, scale)
-                jit.fill(sums + member * width * 4, head_dim + 1, np.float32(0))
-                jit.put_fp32(np.float32(-np.inf), sums + (member * width + head_dim + 1) * 4)
-            length = np.int64(jit.int32s(given[8], row + 1)[row])
-            table = jit.int32s(given[6] + row * given[7] * 4, given[7])
-            pool = given[10] + head * given[20]
-            first_seen = max(0, length - window) if window else 0
-            first_block = first_seen // block_tokens + span * span_blocks
-            end_block = min(first_block + span_blocks, (length + block_tokens - 1) // block_tokens)
-            for block in range(first_block, end_block):
-                if block + 1 < end_block:
-                    jit.prefetch(pool + table[block + 1] * given[19], tile_bytes)
-                first = max(0, first_seen - block * block_tokens)
-                end = min(block_tokens, length - block * block_tokens)
-                tile = pool + table[block] * given[19]
-                _score(tile, first, end, queries, weights, group, head_dim, block_tokens, padded, kv_code)
-                _weigh(weights, sums, group, head_dim, padded)
-                _add_values(tile, first, end, weights, sums, group, head_dim, block_tokens, padded, kv_code)
-            if spans > 1 and not _joined(given, row, head, item, spans, first_piece, sums, group, width):
-                item = jit.next_item(given)
-                continue
-            for member in range(group):
-                total = jit.fp32_number(sums + (member * width + head_dim) * 4)
-                at = given[14] + row * given[15] + (head * group + member) * given[16]
-                vectors.scale(sums + member * width * 4, FP32, at, dtype, head_dim, np.float32(1) / total)
-            item = jit.next_item(given)
+        while item < items:
+            following = items
+            if given[0] < given[2]:  # enough is left for all threads: this one may say early what it does next
+                following = jit.next_item(given)
+            attend_piece(
+                given, item, following, given[13], jit.number_of(given[14]), queries, out, scratch,
+                group, head_dim, block_tokens, kv_code,
+            )  # fmt: skip
+            item = following if following < items else jit.next_item(given)
 
     return jit.op(attend)
 
 
 @jit.inner
-def _score(tile, first, end, queries, weights, group, head_dim, block_tokens, padded, kv_code):
-    """Scores of a block's tokens [first, end); -inf for its others."""
-    item_bytes = jit.item_bytes(kv_code)
-    for i in range(0, group * padded, LANES):
-        vectors.store_fp32(vectors.splat(np.float32(-np.inf)), weights + i * 4)
-    for token in range(first, end):
-        key = tile + token * 2 * head_dim * item_bytes
-        step = np.float32(1)
-        if kv_code == INT8:
-            step = jit.fp16_number(tile + block_tokens * 2 * head_dim + token * 4)
+def attend_piece(given, item, following, pool, scale, queries, out, scratch, group, head_dim, block_tokens, kv_code):
+    """Do piece ``item`` over the layer whose tiles are at ``pool``, for an op that has ``scratch`` and is compiled for
+    these sizes (numbers of its closure). ``given``: the first words of a Call that follows a plan. ``following`` is
+    the thread's next piece, whose KV is sent for meanwhile; given[1] where it is not known."""
+    at, width = _parts_of(scratch, group, head_dim, block_tokens, kv_code), head_dim + 2
+    span = _span_of(given, item, block_tokens)
+    for member in range(group):
+        query = queries.address + span.row * queries.row_bytes + (span.head * group + member) * queries.head_bytes
+        vectors.scale(query, queries.dtype, at.queries + member * head_dim * 4, FP32, head_dim, scale)
+        jit.fill(at.sums + member * width * 4, head_dim + 1, np.float32(0))
+        jit.put_fp32(np.float32(-np.inf), at.sums + (member * width + head_dim + 1) * 4)
+    _attend_span(given, span, following, pool, at, group, head_dim, block_tokens, kv_code)
+    if span.spans == 1 or _joined(given, item, span, at.sums, group, width):
         for member in range(group):
-            score = vectors.splat(np.float32(0))
-            for i in range(0, head_dim, LANES):
-                query = vectors.load(queries + (member * head_dim + i) * 4, FP32)
-                score = vectors.fma(vectors.load(key + i * item_bytes, kv_code), query, score)
-            jit.put_fp32(vectors.total(score) * step, weights + (member * padded + token) * 4)
+            total = jit.fp32_number(at.sums + (member * width + head_dim) * 4)
+            share = np.float32(1) / total if span.end > 0 else np.float32(0)
+            into = out.address + span.row * out.row_bytes + (span.head * group + member) * out.head_bytes
+            vectors.scale(at.sums + member * width * 4, FP32, into, out.dtype, head_dim, share)
 
 
 @jit.inner
-def _weigh(weights, sums, group, head_dim, padded):
-    """Scores become weights relative to the largest yet, and so does what ``sums`` holds of earlier blocks."""
+def _blocks_of_span(block_tokens):
+    """At most, as in a chunk."""
+    return max(1, _SPAN_TOKENS // block_tokens)
+
+
+@jit.inner
+def _blocks_of_chunk(head_dim, block_tokens, kv_code):
+    item_bytes = 4 if kv_code == FP32 else 2 if kv_code == BF16 else 1
+    return max(1, _CHUNK_BYTES // (2 * head_dim * item_bytes * block_tokens))
+
+
+@jit.inner
+def _padded_tokens(head_dim, block_tokens, kv_code):
+    """Of a chunk, in whole vectors."""
+    return (_blocks_of_chunk(head_dim, block_tokens, kv_code) * block_tokens + LANES - 1) // LANES * LANES
+
+
+@jit.inner
+def _parts_of(scratch, group, head_dim, block_tokens, kv_code):
+    padded = _padded_tokens(head_dim, block_tokens, kv_code)
+    queries = scratch + group * LANES * LANES * 4
+    weights = queries + group * head_dim * 4
+    k_steps = weights + group * padded * 4
+    v_steps = k_steps + padded * 4
+    return _Scratch(scratch, queries, v_steps + padded * 4, weights, k_steps, v_steps)
+
+
+@jit.inner
+def _span_of(given, item, block_tokens):
+    kv_heads, span_blocks = given[_LAYER], _blocks_of_span(block_tokens)
+    piece = jit.int32s(given[4] + item // kv_heads * 16, 4)
+    row, span = np.int64(piece[0]), np.int64(piece[1])
+    length = np.int64(jit.int32s(given[7] + row * 4, 1)[0])
+    first_seen = max(0, length - given[3]) if given[3] else 0
+    first_block = first_seen // block_tokens + span * span_blocks
+    skipped = first_block * block_tokens
+    return _Span(
+        row,
+        item % kv_heads,
+        np.int64(piece[2]),
+        np.int64(piece[3]),
+        given[5] + (row * given[6] + first_block) * 4,
+        max(0, first_seen - skipped),
+        min(span_blocks * block_tokens, length - skipped),
+    )
+
+
+@jit.inner
+def _first_chunk(given, span, pool, head_dim, block_tokens, kv_code):
+    """The first chunk of a span, whose chunks are all about as large; and how many blocks the span has."""
+    blocks, most = (span.end + block_tokens - 1) // block_tokens, _blocks_of_chunk(head_dim, block_tokens, kv_code)
+    chunks = max(1, (blocks + most - 1) // most)
+    tiles = pool + span.head * given[_LAYER + 2]
+    return _Chunk(tiles, given[_LAYER + 1], span.table, (blocks + chunks - 1) // chunks), blocks
+
+
+@jit.inner
+def _attend_span(given, span, following, pool, at, group, head_dim, block_tokens, kv_code):
+    chunk, left = _first_chunk(given, span, pool, head_dim, block_tokens, kv_code)
+    first, end = span.first, span.end
+    then = _Chunk(chunk.tiles, chunk.block_bytes, chunk.table, 0)
+    if following < given[1]:
+        next_span = _span_of(given, following, block_tokens)
+        then, _ = _first_chunk(given, next_span, pool, head_dim, block_tokens, kv_code)
+    while left > 0:
+        left -= chunk.blocks
+        table = chunk.table + chunk.blocks * 4
+        after = _Chunk(chunk.tiles, chunk.block_bytes, table, min(chunk.blocks, left)) if left > 0 else then
+        upto = min(end, chunk.blocks * block_tokens)
+        _score(chunk, first, upto, after, at, group, head_dim, block_tokens, kv_code)
+        _weigh(upto - first, at, group, head_dim, block_tokens, kv_code)
+        _add_values(chunk, first, upto, after, at, group, head_dim, block_tokens, kv_code)
+        first, end = 0, end - chunk.blocks * block_tokens
+        chunk = after
+
+
+@jit.inner
+def _tile(chunk, block):
+    return chunk.tiles + np.int64(jit.int32s(chunk.table + block * 4, 1)[0]) * chunk.block_bytes
+
+
+@jit.inner
+def _score(chunk, first, end, after, at, group, head_dim, block_tokens, kv_code):
+    """Scores of tokens [first, end) of a chunk, from 0 on; -inf to the end of a vector. Sends for half of ``after``."""
+    line, padded = 2 * head_dim * jit.item_bytes(kv_code), _padded_tokens(head_dim, block_tokens, kv_code)
+    queries = rows.load_each(at.queries, group, head_dim, head_dim * 4)
+    done = 0
+    for block in range(chunk.blocks):
+        tile = _tile(chunk, block)
+        sent_for = _tile(after, block) if block < after.blocks else tile
+        if kv_code == INT8:
+            jit.prefetch(sent_for + block_tokens * line, block_tokens * 4)
+        for token in range(max(0, first - block * block_tokens), min(block_tokens, end - block * block_tokens)):
+            jit.prefetch(sent_for + token * line // 2, line // 2)
+            key = rows.load(tile + token * line, kv_code, head_dim)
+            rows.store_each(
+                rows.products(key, queries), at.products + done % LANES * LANES * 4, LANES, LANES * LANES * 4
+            )
+            if kv_code == INT8:
+                steps = tile + block_tokens * line + token * 4
+                jit.put_fp32(jit.fp16_number(steps), at.k_steps + done * 4)
+                jit.put_fp32(jit.fp16_number(steps + 2), at.v_steps + done * 4)
+            done += 1
+            if done % LANES == 0:
+                _add_up(at, done - LANES, group, padded, kv_code)
+    if done % LANES:
+        whole = done // LANES * LANES
+        _add_up(at, whole, group, padded, kv_code)
+        for member in range(group):
+            jit.fill(at.weights + (member * padded + done) * 4, whole + LANES - done, np.float32(-np.inf))
+
+
+@jit.inner
+def _add_up(at, token, group, padded, kv_code):
+    """The scores of 16 tokens from ``token`` on."""
     for member in range(group):
-        at, scores = sums + member * (head_dim + 2) * 4, weights + member * padded * 4
-        before = jit.fp32_number(at + (head_dim + 1) * 4)
-        largest = before
-        for token in range(0, padded, LANES):
-            found = vectors.top(vectors.load(scores + token * 4, FP32))
-            largest = max(largest, found)
+        scores = rows.totals(at.products + member * LANES * LANES * 4)
+        if kv_code == INT8:
+            scores = vectors.mul(scores, vectors.load_fp32(at.k_steps + token * 4))
+        vectors.store_fp32(scores, at.weights + (member * padded + token) * 4)
+
+
+@jit.inner
+def _weigh(count, at, group, head_dim, block_tokens, kv_code):
+    """Scores become weights relative to the largest yet, and so does what ``sums`` holds of earlier chunks."""
+    padded = _padded_tokens(head_dim, block_tokens, kv_code)
+    for member in range(group):
+        sums, scores = at.sums + member * (head_dim + 2) * 4, at.weights + member * padded * 4
+        before = jit.fp32_number(sums + (head_dim + 1) * 4)
+        tops = vectors.load_fp32(scores)
+        for token in range(LANES, count, LANES):
+            tops = vectors.larger(tops, vectors.load_fp32(scores + token * 4))
+        largest = max(before, vectors.top(tops))
         total = vectors.splat(np.float32(0))
-        for token in range(0, padded, LANES):
-            weight = vectors.exp(vectors.add(vectors.load(scores + token * 4, FP32), vectors.splat(-largest)))
-            vectors.store_fp32(weight, scores + token * 4)
+        for token in range(0, count, LANES):
+            weight = vectors.exp(vectors.sub(vectors.load_fp32(scores + token * 4), vectors.splat(largest)))
             total = vectors.add(total, weight)
+            if kv_code == INT8:
+                weight = vectors.mul(weight, vectors.load_fp32(at.v_steps + token * 4))
+            vectors.store_fp32(weight, scores + token * 4)
         factor = vectors.exp_number(before - largest)
-        for i in range(0, head_dim, LANES):
-            vectors.store_fp32(vectors.mul(vectors.load(at + i * 4, FP32), vectors.splat(factor)), at + i * 4)
-        summed = jit.fp32_number(at + head_dim * 4) * factor + vectors.total(total)
-        jit.put_fp32(summed, at + head_dim * 4)
-        jit.put_fp32(largest, at + (head_dim + 1) * 4)
+        vectors.scale(sums, FP32, sums, FP32, head_dim, factor)
+        jit.put_fp32(jit.fp32_number(sums + head_dim * 4) * factor + vectors.total(total), sums + head_dim * 4)
+        jit.put_fp32(largest, sums + (head_dim + 1) * 4)
 
 
 @jit.inner
-def _add_values(tile, first, end, weights, sums, group, head_dim, block_tokens, padded, kv_code):
-    item_bytes = jit.item_bytes(kv_code)
-    line = 2 * head_dim * item_bytes
-    if kv_code == INT8:
-        for token in range(first, end):
-            step = jit.fp16_number(tile + block_tokens * 2 * head_dim + token * 4 + 2)
-            for member in range(group):
-                at = weights + (member * padded + token) * 4
-                jit.put_fp32(jit.fp32_number(at) * step, at)
-    for member in range(group):
-        at, weight_at = sums + member * (head_dim + 2) * 4, weights + member * padded * 4
-        for i in range(0, head_dim - 2 * LANES + 1, 2 * LANES):  # two sums at a time: neither waits for the other
-            value = tile + (head_dim + i) * item_bytes
-            one, two = vectors.load(at + i * 4, FP32), vectors.load(at + (i + LANES) * 4, FP32)
-            for token in range(first, end):
-                weight, here = vectors.splat_at(weight_at + token * 4), value + token * line
-                one = vectors.fma(vectors.load(here, kv_code), weight, one)
-                two = vectors.fma(vectors.load(here + LANES * item_bytes, kv_code), weight, two)
-            vectors.store_fp32(one, at + i * 4)
-            vectors.store_fp32(two, at + (i + LANES) * 4)
-        if head_dim % (2 * LANES):
-            i = head_dim - LANES
-            last = vectors.load(at + i * 4, FP32)
-            for token in range(first, end):
-                here = tile + (head_dim + i) * item_bytes + token * line
-                last = vectors.fma(vectors.load(here, kv_code), vectors.splat_at(weight_at + token * 4), last)
-            vectors.store_fp32(last, at + i * 4)
+def _add_values(chunk, first, end, after, at, group, head_dim, block_tokens, kv_code):
+    """Add the values of tokens [first, end) times their weights. Sends for the other half of ``after``."""
+    item_bytes, padded = jit.item_bytes(kv_code), _padded_tokens(head_dim, block_tokens, kv_code)
+    line, part, width = 2 * head_dim * item_bytes, rows.part_of(group, head_dim), head_dim + 2
+    for i in range(0, head_dim, part):
+        sums = rows.load_each(at.sums + i * 4, group, part, width * 4)
+        weights = at.weights
+        for block in range(chunk.blocks):
+            tile = _tile(chunk, block) + (head_dim + i) * item_bytes
+            sent_for = tile
+            if block < after.blocks:
+                sent_for = _tile(after, block) + block_tokens * line // 2 + i * item_bytes
+            for token in range(max(0, first - block * block_tokens), min(block_tokens, end - block * block_tokens)):
+                jit.prefetch(sent_for + token * line // 2, part * item_bytes)
+                value = rows.load(tile + token * line, kv_code, part)
+                sums = rows.add_weighted(sums, value, weights, padded * 4)
+                weights += 4
+        rows.store_each(sums, at.sums + i * 4, part, width * 4)
 
 
 @jit.inner
-def _joined(given, row, head, item, spans, first_piece, sums, group, width):
+def _joined(given, item, span, sums, group, width):
     """Leave ``sums`` in the workspace; when all spans of this row and head are there, join them in ``sums``: True."""
-    kv_heads, floats = given[2], group * width
-    jit.copy(sums, given[9] + item * floats * 4, floats)
-    done = given[21] + (row * kv_heads + head) * 8
-    if jit.count_up(done) < spans - 1:
+    kv_heads, floats = given[_LAYER], group * width
+    jit.copy(sums, given[8] + item * floats * 4, floats)
+    done = given[9] + (span.row * kv_heads + span.head) * 8
+    if jit.count_up(done) < span.spans - 1:
         return False
     jit.int64s(done, 1)[0] = 0
-    jit.copy(given[9] + (first_piece * kv_heads + head) * floats * 4, sums, floats)
-    for span in range(1, spans):
-        found = given[9] + ((first_piece + span) * kv_heads + head) * floats * 4
+    jit.copy(given[8] + (span.first_piece * kv_heads + span.head) * floats * 4, sums, floats)
+    for other in range(1, span.spans):
+        found = given[8] + ((span.first_piece + other) * kv_heads + span.head) * floats * 4
         for member in range(group):
             ours, theirs = sums + member * width * 4, found + member * width * 4
             our_top, their_top = jit.fp32_number(ours + (width - 1) * 4), jit.fp32_number(theirs + (width - 1) * 4)

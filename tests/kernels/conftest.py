@@ -18,7 +18,7 @@ def _has_matrix_unit() -> bool:
 
 
 if not (COMPILES and _has_matrix_unit()):
-    collect_ignore.append("test_amx.py")
+    collect_ignore += ["test_amx.py", "test_prefill_compiled.py"]
 
 
 @pytest.fixture(params=["torch", "compiled"] if COMPILES else ["torch"])

@@ -1,0 +1,190 @@
+"""Several vectors at once for compiled attention: rows of numbers that stay in registers from one token to the next.
+
+Sizes and dtypes are literals, so that whatever is done with a row is straight code. What one vector is, and how its
+numbers are read, is in kernels/vectors.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core.cgutils import get_or_insert_function
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+from kernels.jit import BF16, FP32, I8, I16, I32, I64, INT8
+from kernels.vectors import KIND, LANES
+
+_MOST_SUMS = 16 if binding.get_host_cpu_features().get("avx512f") else 4
+"""Vectors that are added to for one token: half the registers of a CPU, of which a vector may take several."""
+
+_FLOAT = ir.FloatType()
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_INTEGERS = ir.VectorType(I32, LANES)
+
+
+class _Row(types.Type):
+    def __init__(self, vectors: int) -> None:
+        super().__init__(f"Row{vectors}")
+        self.vectors = vectors
+
+
+@register_model(_Row)
+class _RowModel(PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, ir.ArrayType(_VECTOR, kind.vectors))
+
+
+def _row_of(builder: Any, parts: list[Any]) -> Any:
+    row = ir.Constant(ir.ArrayType(_VECTOR, len(parts)), ir.Undefined)
+    for index, part in enumerate(parts):
+        row = builder.insert_value(row, part, index)
+    return row
+
+
+def _parts_of(builder: Any, row: Any) -> list[Any]:
+    return [builder.extract_value(row, index) for index in range(row.type.count)]
+
+
+def _pointer(builder: Any, address: Any, offset_bytes: int, kind: Any) -> Any:
+    return builder.inttoptr(builder.add(address, ir.Constant(I64, offset_bytes)), kind.as_pointer())
+
+
+def _fma(builder: Any, *given: Any) -> Any:
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return builder.call(get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), given)
+
+
+def _same(_builder: Any, x: Any) -> Any:
+    return x
+
+
+def _of_bf16(builder: Any, x: Any) -> Any:
+    wide = builder.zext(x, _INTEGERS)
+    return builder.bitcast(builder.shl(wide, ir.Constant(_INTEGERS, [16] * LANES)), _VECTOR)
+
+
+def _of_int8(builder: Any, x: Any) -> Any:
+    return builder.sitofp(x, _VECTOR)
+
+
+_KINDS: dict[int, tuple[Any, int, Callable[[Any, Any], Any]]] = {
+    FP32: (_FLOAT, 4, _same),
+    BF16: (I16, 2, _of_bf16),
+    INT8: (I8, 1, _of_int8),
+}
+"""By dtype: a number in memory, its bytes, what makes fp32 of 16 of them."""
+
+
+def _load(builder: Any, address: Any, dtype: int, count: int) -> list[Any]:
+    number, size_bytes, widen = _KINDS[dtype]
+    kind = ir.VectorType(number, LANES)
+    starts = [_pointer(builder, address, i * size_bytes, kind) for i in range(0, count, LANES)]
+    return [widen(builder, builder.load(start, align=size_bytes)) for start in starts]
+
+
+@intrinsic(prefer_literal=True)
+def part_of(_typing: Any, members: Any, head_dim: Any) -> Any:
+    """How many numbers of a head, of each of so many members, are summed up at a time; a literal."""
+    vectors = head_dim.literal_value // LANES
+    fitting = [
+        some for some in range(1, vectors + 1) if not vectors % some and some * members.literal_value <= _MOST_SUMS
+    ]
+    part = max(fitting, default=1) * LANES
+    return types.literal(part)(members, head_dim), lambda *_given: ir.Constant(I64, part)
+
+
+@intrinsic(prefer_literal=True)
+def load(_typing: Any, _address: Any, dtype: Any, count: Any) -> Any:
+    """``count`` numbers at an address, as fp32; no alignment is asked for."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        return _row_of(builder, _load(builder, given[0], dtype.literal_value, count.literal_value))
+
+    return _Row(count.literal_value // LANES)(types.int64, dtype, count), build
+
+
+@intrinsic(prefer_literal=True)
+def load_each(_typing: Any, _address: Any, members: Any, count: Any, _step_bytes: Any) -> Any:
+    """``count`` fp32 numbers of each of ``members``, which are a step apart."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        address, parts = given[0], []
+        for _member in range(members.literal_value):
+            parts += _load(builder, address, FP32, count.literal_value)
+            address = builder.add(address, given[3])
+        return _row_of(builder, parts)
+
+    vectors = members.literal_value * count.literal_value // LANES
+    return _Row(vectors)(types.int64, members, count, types.int64), build
+
+
+@intrinsic(prefer_literal=True)
+def store_each(_typing: Any, row: Any, _address: Any, count: Any, _step_bytes: Any) -> Any:
+    """A row's first ``count`` numbers to an address, as fp32, and each ``count`` that follow a step further on."""
+
+    def build(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        address, parts = given[1], _parts_of(builder, given[0])
+        vectors = count.literal_value // LANES
+        for start in range(0, len(parts), vectors):
+            for i in range(vectors):
+                builder.store(parts[start + i], _pointer(builder, address, i * LANES * 4, _VECTOR), align=4)
+            address = builder.add(address, given[3])
+        return context.get_dummy_value()
+
+    return types.void(row, types.int64, count, types.int64), build
+
+
+@intrinsic
+def products(_typing: Any, key: Any, queries: Any) -> Any:
+    """Of a key and queries, each as long as it, a vector for each query, whose lanes add up to the product."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        parts, others = (_parts_of(builder, row) for row in given)
+        found = []
+        for start in range(0, len(others), len(parts)):
+            one = builder.fmul(parts[0], others[start])
+            for i in range(1, len(parts)):
+                one = _fma(builder, parts[i], others[start + i], one)
+            found.append(one)
+        return _row_of(builder, found)
+
+    return _Row(queries.vectors // key.vectors)(key, queries), build
+
+
+@intrinsic
+def add_weighted(_typing: Any, sums: Any, value: Any, _weights: Any, _step_bytes: Any) -> Any:
+    """``sums``, each as long as the value, with the value times each one's weight added; weights are a step apart."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        before, parts = (_parts_of(builder, row) for row in given[:2])
+        address, found = given[2], []
+        for start in range(0, len(before), len(parts)):
+            number = builder.load(_pointer(builder, address, 0, _FLOAT), align=4)
+            first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(I32, 0))
+            weight = builder.shuffle_vector(first, first, ir.Constant(_INTEGERS, [0] * LANES))
+            found += [_fma(builder, part, weight, before[start + i]) for i, part in enumerate(parts)]
+            address = builder.add(address, given[3])
+        return _row_of(builder, found)
+
+    return sums(sums, value, types.int64, types.int64), build
+
+
+@intrinsic
+def totals(_typing: Any, _address: Any) -> Any:
+    """One vector of what the lanes of each of 16 vectors add up to, which lie one after the other."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        rows = _load(builder, given[0], FP32, LANES * LANES)
+        for half in (8, 4, 2, 1):
+            rows = [_fold(builder, a, b, half) for a, b in zip(rows[:half], rows[half:], strict=True)]
+        return rows[0]
+
+    return KIND(types.int64), build
+
+
+def _fold(builder: Any, a: Any, b: Any, half: int) -> Any:
+    """To each lane the one ``half`` away is added: a's lanes where that bit of their number is clear, else b's."""
+    kept, others = ([(lane ^ away) + LANES * bool(lane & half) for lane in range(LANES)] for away in (0, half))
+    return builder.fadd(*(builder.shuffle_vector(a, b, ir.Constant(_INTEGERS, order)) for order in (kept, others)))
