@@ -27,12 +27,12 @@ FLOATS = {torch.float32, torch.bfloat16}
 
 
 def _has_cache() -> bool:
-    """Choose where Numba keeps what it compiled: a folder for this version of what ops are made of, for Numba does not
-    notice that something inlined has changed. False where nothing can be written."""
-    here = Path(__file__)
-    parts = b"".join(here.with_name(f"{name}.py").read_bytes() for name in ("jit", "vectors", "amx"))
+    """Choose where Numba keeps what it compiled: a folder for this version of all ops, for Numba does not notice that
+    something inlined from another file has changed. False where nothing can be written."""
+    here = Path(__file__).parent
+    parts = b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))
     version = hashlib.blake2b(parts, digest_size=8).hexdigest()
-    folder = Path(numba.config.CACHE_DIR or here.parent / "__pycache__") / version
+    folder = Path(numba.config.CACHE_DIR or here / "__pycache__") / version
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -121,16 +121,22 @@ def _fetch_add(_typing: Any, _pointer: Any) -> Any:
     return types.int64(types.CPointer(types.int64)), build
 
 
-@intrinsic
-def _prefetch_line(_typing: Any, _address: Any) -> Any:
-    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch", [I8.as_pointer()], kind)
-        line = builder.inttoptr(arguments[0], I8.as_pointer())
-        builder.call(fetch, [line, *(ir.Constant(I32, number) for number in (0, 3, 1))])
-        return context.get_dummy_value()
+def _prefetching(locality: int) -> Any:
+    @intrinsic
+    def prefetch_line(_typing: Any, _address: Any) -> Any:
+        def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+            fetch = builder.module.declare_intrinsic("llvm.prefetch", [I8.as_pointer()], kind)
+            line = builder.inttoptr(arguments[0], I8.as_pointer())
+            builder.call(fetch, [line, *(ir.Constant(I32, number) for number in (0, locality, 1))])
+            return context.get_dummy_value()
 
-    return types.void(types.int64), build
+        return types.void(types.int64), build
+
+    return prefetch_line
+
+
+_prefetch_line, _prefetch_line_far = _prefetching(3), _prefetching(2)
 
 
 @inner
@@ -147,8 +153,16 @@ def count_up(address):
 
 @inner
 def prefetch(address, size_bytes):
+    """Ask for memory that is read next."""
     for offset in range(0, size_bytes, 64):
         _prefetch_line(address + offset)
+
+
+@inner
+def prefetch_far(address, size_bytes):
+    """Ask for memory that is read later: not into the nearest cache, which has what is read now."""
+    for offset in range(0, size_bytes, 64):
+        _prefetch_line_far(address + offset)
 
 
 @intrinsic

@@ -61,6 +61,11 @@ def tile_pair(gate: Tensor, up: Tensor, memory: WeightMemory) -> TiledWeight:
 def linear(x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> None:
     """Write x @ weight.T + bias to out [rows, out], for x [rows, in], both bf16, bias [out] fp32, contiguous."""
     _check(x, weight, out, weight.outputs, torch.bfloat16)
+    if bias is not None:
+        require_shape("bias", bias, (weight.outputs,))
+        require_unit_stride("bias", bias)
+        if bias.dtype != torch.float32:
+            raise InvariantError(f"a bias of {bias.dtype}, expected {torch.float32}")
     _run("plain", x, weight, bias, out)
 
 

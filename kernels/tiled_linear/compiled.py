@@ -1,7 +1,8 @@
 """Tiled products on a CPU's matrix unit, compiled: few rows at the rate of memory, many at that of the unit.
 
 A piece of work is a block of 32 outputs for a chunk of rows. 32 rows at a time: two left tiles by two right ones, four
-tiles of sums. The last rows are taken together with some before them, which are computed again and not written.
+tiles of sums, which are written while the next 32 rows are multiplied. The last rows are taken together with some
+before them, which are computed again and not written.
 """
 
 import functools
@@ -19,14 +20,15 @@ from kernels.tiled_linear.reference import COLUMNS, DEPTH, Kind, TiledWeight
 
 PLAIN, WIDE, SILU, GELU_TANH = range(4)  # those from SILU on are gated
 CODES: dict[Kind, int] = {"plain": PLAIN, "fp32": WIDE, "silu": SILU, "gelu_tanh": GELU_TANH}
-SUMS = 2 * TILE_ROWS * COLUMNS
-"""Numbers of scratch that a block of 32 rows needs."""
+_SUMS = 2 * TILE_ROWS * COLUMNS
+"""Of 32 rows and a block."""
 
 _CHUNK_BYTES = 1 << 20
 """Of rows that a piece of work reads, at most: they stay in the cache of one core while weights pass by."""
 _MOST_ROWS = 512
-_AHEAD_BYTES = 4096
-"""How far ahead weights are asked for, when few rows wait for them."""
+_PIECES_PER_THREAD, _MOST_TOGETHER = 3, 16
+_AHEAD_BYTES, _FAR_AHEAD_BYTES = 4096, 16384
+"""How far ahead weights are asked for when few rows wait for them, 16 or 32."""
 _GELU, _GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
@@ -46,7 +48,7 @@ def _as_terms(x: Tensor) -> Tensor:
 
 def call(kind: Kind, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> Call:
     """For x [rows, in] bf16, or [rows, terms * in] whose terms are to be summed; bias fp32, contiguous."""
-    rows, width = x.shape
+    (rows, width), blocks = x.shape, weight.tiles.shape[0]
     chunk_rows = min(_MOST_ROWS, max(COLUMNS, _CHUNK_BYTES // (width * 2) // COLUMNS * COLUMNS))
     return Call(
         _op(CODES[kind]),
@@ -54,7 +56,7 @@ def call(kind: Kind, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: T
             0,
             rows,
             chunk_rows,
-            weight.tiles.shape[0],
+            blocks,
             weight.outputs,
             weight.inputs // DEPTH,
             width // weight.inputs,
@@ -64,28 +66,50 @@ def call(kind: Kind, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: T
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             out.stride(0) * out.element_size(),
+            _blocks_together(blocks, -(-rows // chunk_rows)),
         ),
         alone=False,
     )
 
 
+def _blocks_together(blocks: int, chunks: int) -> int:
+    """Of one piece of work: what is asked for ahead then is mostly the thread's own, yet threads end together."""
+    pieces = torch.get_num_threads() * _PIECES_PER_THREAD
+    return max(1, min(_MOST_TOGETHER, blocks * chunks // pieces))
+
+
 @functools.cache
 def _op(kind: int) -> Op:
+    assert amx.works()
+
     def multiply(given):
-        rows, chunk_rows, blocks, steps = given[1], given[2], given[3], given[5]
-        sums = jit.scratch(SUMS)
+        rows, chunk_rows, blocks, outputs, steps, passes = given[1], given[2], given[3], given[4], given[5], given[6]
+        x, x_step, bias, out, out_step = given[7], given[8], given[10], given[11], given[12]
+        sums = jit.scratch(2 * _SUMS)
         amx.begin(min(rows, TILE_ROWS))
-        chunks = (rows + chunk_rows - 1) // chunk_rows
+        chunks, together = (rows + chunk_rows - 1) // chunk_rows, given[13]
+        runs = (blocks + together - 1) // together
         item = jit.next_item(given)
-        while item < blocks * chunks:
-            first, block = item // blocks * chunk_rows, item % blocks
+        while item < runs * chunks:
+            first, behind, ahead = item // runs * chunk_rows, sums, sums + _SUMS * 4
             end = min(rows, first + chunk_rows)
-            tiles = given[9] + block * steps * 2 * TILE_BYTES
-            for row in range(first, end, 2 * TILE_ROWS):
-                multiply_rows(
-                    kind, row, rows, block, given[4], steps, given[6], given[7], given[8], tiles, given[10], given[11],
-                    given[12], sums,
-                )  # fmt: skip
+            left_row, left_block = -1, 0  # of the sums behind, which are yet to be written
+            for block in range(item % runs * together, min(blocks, (item % runs + 1) * together)):
+                tiles = given[9] + block * steps * 2 * TILE_BYTES
+                for row in range(first, end - 2 * TILE_ROWS + 1, 2 * TILE_ROWS):
+                    _multiply_whole(
+                        kind, row, left_row, left_block, outputs, steps, passes, x, x_step, tiles, bias, out, out_step,
+                        rows, behind, ahead,
+                    )  # fmt: skip
+                    left_row, left_block, behind, ahead = row, block, ahead, behind
+                rest = first + (end - first) // (2 * TILE_ROWS) * 2 * TILE_ROWS
+                if rest < end:
+                    _multiply_rest(
+                        kind, rest, rows, block, outputs, steps, passes, x, x_step, tiles, bias, out, out_step, ahead
+                    )
+            if left_row >= 0:
+                for i in range(2 * TILE_ROWS):
+                    _write(kind, left_row + i, left_block, outputs, bias, out, out_step, behind + i * COLUMNS * 4)
             item = jit.next_item(given)
         amx.end()
 
@@ -93,88 +117,91 @@ def _op(kind: int) -> Op:
 
 
 @jit.inner
-def multiply_rows(kind, row, rows, block, outputs, steps, passes, x, x_step, tiles, bias, out, out_step, sums):
-    """32 rows from ``row`` on, or what is left, by one block. ``out`` is where the first row of all begins; the steps
-    from row to row are in bytes; tiles have min(rows, 16) rows (amx.begin)."""
-    last = max(0, rows - TILE_ROWS)
-    one, two = min(row, last), min(row + TILE_ROWS, last)
-    if row + TILE_ROWS < rows:
-        _multiply_two(steps, passes, x + one * x_step, x + two * x_step, x_step, tiles, rows, sums)
-        _write(kind, row + TILE_ROWS, two, rows, block, outputs, bias, out, out_step, sums + TILE_ROWS * COLUMNS * 4)
-    else:
-        _multiply_one(steps, passes, x + one * x_step, x_step, tiles, sums)
-    _write(kind, row, one, rows, block, outputs, bias, out, out_step, sums)
-
-
-@jit.inner
-def _multiply_one(steps, passes, x, x_step, tiles, sums):
-    amx.zero(0)
-    amx.zero(1)
-    for turn in range(passes):
-        left = x + turn * steps * DEPTH * 2
-        for step in range(steps):
-            right = tiles + step * 2 * TILE_BYTES
-            amx.load(6, right, 64)
-            amx.load(7, right + TILE_BYTES, 64)
-            jit.prefetch(right + _AHEAD_BYTES, 2 * TILE_BYTES)
-            amx.load(4, left + step * DEPTH * 2, x_step)
-            amx.dot(0, 4, 6)
-            amx.dot(1, 4, 7)
-    amx.store(0, sums, COLUMNS * 4)
-    amx.store(1, sums + TILE_ROWS * 4, COLUMNS * 4)
-
-
-@jit.inner
-def _multiply_two(steps, passes, one, two, x_step, tiles, rows, sums):
-    for_few = rows <= 2 * TILE_ROWS
+def _multiply_whole(
+    kind, row, left_row, left_block, outputs, steps, passes, x, x_step, tiles, bias, out, out_step, rows, behind, ahead
+):  # fmt: skip
+    """32 rows by a block, to ``ahead``. Meanwhile the 32 rows of sums ``behind`` are written, if there are any
+    (``left_row`` >= 0): what computes with vectors has nothing else to do."""
     amx.zero(0)
     amx.zero(1)
     amx.zero(2)
     amx.zero(3)
+    written = 0 if left_row >= 0 else 2 * TILE_ROWS
     for turn in range(passes):
-        skipped = turn * steps * DEPTH * 2
+        one = x + row * x_step + turn * steps * DEPTH * 2
+        two = one + TILE_ROWS * x_step
         for step in range(steps):
-            right, at = tiles + step * 2 * TILE_BYTES, skipped + step * DEPTH * 2
+            right, at = tiles + step * 2 * TILE_BYTES, step * DEPTH * 2
             amx.load(6, right, 64)
             amx.load(7, right + TILE_BYTES, 64)
-            if for_few:
-                jit.prefetch(right + _AHEAD_BYTES, 2 * TILE_BYTES)
+            if rows <= 2 * TILE_ROWS:
+                jit.prefetch_far(right + _FAR_AHEAD_BYTES, 2 * TILE_BYTES)
             amx.load(4, one + at, x_step)
             amx.dot(0, 4, 6)
             amx.dot(1, 4, 7)
+            if written < 2 * TILE_ROWS:
+                done, found = left_row + written, behind + written * COLUMNS * 4
+                _write(kind, done, left_block, outputs, bias, out, out_step, found)
+                _write(kind, done + 1, left_block, outputs, bias, out, out_step, found + COLUMNS * 4)
+                written += 2
             amx.load(5, two + at, x_step)
             amx.dot(2, 5, 6)
             amx.dot(3, 5, 7)
-    second = sums + TILE_ROWS * COLUMNS * 4
-    amx.store(0, sums, COLUMNS * 4)
-    amx.store(1, sums + TILE_ROWS * 4, COLUMNS * 4)
+    for i in range(written, 2 * TILE_ROWS):
+        _write(kind, left_row + i, left_block, outputs, bias, out, out_step, behind + i * COLUMNS * 4)
+    second = ahead + TILE_ROWS * COLUMNS * 4
+    amx.store(0, ahead, COLUMNS * 4)
+    amx.store(1, ahead + TILE_ROWS * 4, COLUMNS * 4)
     amx.store(2, second, COLUMNS * 4)
     amx.store(3, second + TILE_ROWS * 4, COLUMNS * 4)
 
 
 @jit.inner
-def _write(kind, row, start, rows, block, outputs, bias, out, out_step, sums):
-    """Rows from ``row`` on of those that were computed from ``start`` on."""
+def _multiply_rest(kind, row, rows, block, outputs, steps, passes, x, x_step, tiles, bias, out, out_step, sums):
+    """The last rows, fewer than 32: 16 at a time, the last 16 with some before them, which are not written again."""
+    while row < rows:
+        start = max(0, min(row, rows - TILE_ROWS))
+        amx.zero(0)
+        amx.zero(1)
+        for turn in range(passes):
+            left = x + start * x_step + turn * steps * DEPTH * 2
+            for step in range(steps):
+                right = tiles + step * 2 * TILE_BYTES
+                amx.load(6, right, 64)
+                amx.load(7, right + TILE_BYTES, 64)
+                jit.prefetch(right + _AHEAD_BYTES, 2 * TILE_BYTES)
+                amx.load(4, left + step * DEPTH * 2, x_step)
+                amx.dot(0, 4, 6)
+                amx.dot(1, 4, 7)
+        amx.store(0, sums, COLUMNS * 4)
+        amx.store(1, sums + TILE_ROWS * 4, COLUMNS * 4)
+        end = min(start + TILE_ROWS, rows)
+        for r in range(row, end):
+            _write(kind, r, block, outputs, bias, out, out_step, sums + (r - start) * COLUMNS * 4)
+        row = end
+
+
+@jit.inner
+def _write(kind, row, block, outputs, bias, out, out_step, sums):
+    """What a row's sums over a block come to, to its place."""
     first = block * COLUMNS
     whole = first + COLUMNS <= outputs
-    for r in range(row, min(start + TILE_ROWS, rows)):
-        found = sums + (r - start) * COLUMNS * 4
-        left, right = vectors.load(found, FP32), vectors.load(found + TILE_ROWS * 4, FP32)
-        at = out + r * out_step
-        if kind >= SILU:
-            vectors.store(vectors.mul(_activated(kind, left), right), at + first, BF16)
-        elif kind == WIDE:
-            vectors.store_fp32(left, at + first * 4)
-            if whole:
-                vectors.store_fp32(right, at + (first + TILE_ROWS) * 4)
-        else:
+    left, right = vectors.load(sums, FP32), vectors.load(sums + TILE_ROWS * 4, FP32)
+    at = out + row * out_step
+    if kind >= SILU:
+        vectors.store(vectors.mul(_activated(kind, left), right), at + first, BF16)
+    elif kind == WIDE:
+        vectors.store_fp32(left, at + first * 4)
+        if whole:
+            vectors.store_fp32(right, at + (first + TILE_ROWS) * 4)
+    else:
+        if bias:
+            left = vectors.add(left, vectors.load(bias + first * 4, FP32))
+        vectors.store(left, at + first * 2, BF16)
+        if whole:
             if bias:
-                left = vectors.add(left, vectors.load(bias + first * 4, FP32))
-            vectors.store(left, at + first * 2, BF16)
-            if whole:
-                if bias:
-                    right = vectors.add(right, vectors.load(bias + (first + TILE_ROWS) * 4, FP32))
-                vectors.store(right, at + (first + TILE_ROWS) * 2, BF16)
+                right = vectors.add(right, vectors.load(bias + (first + TILE_ROWS) * 4, FP32))
+            vectors.store(right, at + (first + TILE_ROWS) * 2, BF16)
 
 
 @jit.inner

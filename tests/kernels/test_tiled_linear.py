@@ -130,3 +130,5 @@ def test_wrong_shapes_are_refused():
         tiled_linear.gated_linear(numbers(3, 96), weight, "silu", numbers(3, 64))
     with pytest.raises(InvariantError, match="a tiled product of"):
         tiled_linear.linear(torch.zeros(3, 96), weight, None, numbers(3, 64))
+    with pytest.raises(InvariantError, match="a bias of"):
+        tiled_linear.linear(numbers(3, 96), weight, numbers(64), numbers(3, 64))
