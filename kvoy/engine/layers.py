@@ -1,7 +1,8 @@
-"""The parts a decoder is made of that are not kernels of ours: linear layers made ready once, and RoPE's angles.
+"""The parts a decoder is made of: its layers, linear ones made ready once, and RoPE's angles.
 
-Knows tensors, not models: shapes come with the arguments. What oneDNN's private operators offer on this machine is
-tried once, by ``try_packing``; without them everything is torch's public F.linear.
+Knows tensors, not models: shapes come with the arguments. bf16 weights lie in tiles where the CPU has a matrix unit
+for them (kernels/tiled_linear). Else, what oneDNN's private operators offer on this machine is tried once, by
+``try_packing``; without them everything is torch's public F.linear.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import tiled_linear
 from kernels.gated_mul import gelu_tanh_mul, silu_mul
-from kernels.kv_write import Angles
-from kvoy.engine.spec import RopeSpec
+from kernels.kv_write import Angles, QkNorm
+from kernels.tiled_linear import ActivationName, TiledWeight, WeightMemory
+from kvoy.engine.row_invariance import RowOp
+from kvoy.engine.spec import LayerSpec, RopeSpec
 
 _PACK_BATCH_HINT = 8
 """The batch size oneDNN is told when it reorders weights; the layout for 8 serves all sizes from 1 to 512 best."""
@@ -23,15 +27,61 @@ _PACK_BATCH_HINT = 8
 class Activation:
     """The gate of a feed-forward, as our op and as what oneDNN applies right after a product."""
 
+    name: ActivationName
     gated_mul: Callable[[Tensor, Tensor], None]
     post_op: str
     algorithm: str
 
 
 ACTIVATIONS = {
-    "silu": Activation(silu_mul, "swish", ""),
-    "gelu_tanh": Activation(gelu_tanh_mul, "gelu", "tanh"),
+    "silu": Activation("silu", silu_mul, "swish", ""),
+    "gelu_tanh": Activation("gelu_tanh", gelu_tanh_mul, "gelu", "tanh"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How a decoder's linear layers are made ready."""
+
+    packed: bool
+    """What try_packing said."""
+    memory: WeightMemory
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> RowOp:
+        if tiled_linear.serves(weight):
+            return TiledLinear(tiled_linear.tile(weight, self.memory), None if bias is None else bias.float())
+        return Linear(weight, bias, packed=self.packed)
+
+    def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> RowOp:
+        if tiled_linear.serves(gate, up):
+            return TiledGated(tiled_linear.tile_pair(gate, up, self.memory), activation)
+        return GatedLinear(gate, up, activation, packed=self.packed)
+
+
+class TiledLinear:
+    """``x @ weight.T + bias`` for x [rows, in] in bf16."""
+
+    def __init__(self, weight: TiledWeight, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty((x.shape[0], self.weight.outputs))
+        tiled_linear.linear(x, self.weight, self.bias, out)
+        return out
+
+
+class TiledGated:
+    """``act(x @ gate.T) * (x @ up.T)`` for x [rows, in] in bf16."""
+
+    def __init__(self, gate_up: TiledWeight, activation: Activation) -> None:
+        self.gate_up = gate_up
+        self.activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty((x.shape[0], self.gate_up.outputs // 2))
+        tiled_linear.gated_linear(x, self.gate_up, self.activation.name, out)
+        return out
 
 
 class Linear:
@@ -129,6 +179,22 @@ def _packed_gated(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -
     gated = linear.default(x, gate, None, activation.post_op, [], activation.algorithm)
     out: Tensor = linear.binary(x, gated, up, None, "mul")
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Norm weights are fp32: they are few, and bf16 would take from each what it saves nobody."""
+
+    spec: LayerSpec
+    attn_norm: Tensor
+    qkv: RowOp
+    qk_norm: QkNorm | None
+    o: RowOp
+    attn_post_norm: Tensor | None
+    ffn_norm: Tensor
+    gate_up: RowOp
+    down: RowOp
+    ffn_post_norm: Tensor | None
 
 
 class Rope:

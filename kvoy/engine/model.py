@@ -11,34 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import cpu
 from kernels.kv_write import Angles, QkNorm
 from kernels.paged import PagedLayer
 from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.tiled_linear import WeightMemory
 from kvoy.engine.batch import Batch
-from kvoy.engine.head import fp32_logits
+from kvoy.engine.head import make_head
 from kvoy.engine.kv_cache import KvPool
-from kvoy.engine.layers import ACTIVATIONS, GatedLinear, Linear, Rope, try_packing
+from kvoy.engine.layers import ACTIVATIONS, Layer, Making, Rope, try_packing
 from kvoy.engine.row_invariance import RowInvariance, RowOp
-from kvoy.engine.spec import LayerSpec, ModelSpec, RopeSpec
+from kvoy.engine.spec import ModelSpec, RopeSpec
 
-if TYPE_CHECKING:  # files of models are read with more than torch, which is all that the device check has
+if TYPE_CHECKING:  # what is read with, or compiled with, more than torch, which is all that the device check has
+    from kvoy.engine.decode_program import DecodePrograms
     from kvoy.engine.quant import Int4Weights
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Norm weights are fp32: they are few, and bf16 would take from each what it saves nobody."""
-
-    spec: LayerSpec
-    attn_norm: Tensor
-    qkv: RowOp
-    qk_norm: QkNorm | None
-    o: RowOp
-    attn_post_norm: Tensor | None
-    ffn_norm: Tensor
-    gate_up: RowOp
-    down: RowOp
-    ffn_post_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +47,21 @@ class Decoder:
         self.spec = spec
         self._embed = weights.pop("embed")
         device = self._embed.device
-        packed = device.type == "cpu" and try_packing(self._embed.dtype)
-        self._head_weight = self._embed if spec.tied_embeddings else weights.pop("head")
-        self._head: RowOp = Linear(self._head_weight, None, packed=packed)
+        making = Making(device.type == "cpu" and try_packing(self._embed.dtype), WeightMemory())
+        self._head = make_head(self._embed if spec.tied_embeddings else weights.pop("head"), making)
         self._final_norm = weights.pop("final_norm").float()
-        self._layers = [_make_layer(spec, index, weights, int4, packed=packed) for index in range(len(spec.layers))]
+        self._layers = [_make_layer(spec, index, weights, int4, making) for index in range(len(spec.layers))]
+        self._programs: tuple[KvPool, DecodePrograms | None] | None = None
         self._ropes = {layer.rope: Rope(layer.rope, device) for layer in spec.layers}
         # As a number of the weights' own precision, which is what the models were trained with.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._embed.dtype))
 
     def compute_rows_alike(self, rows: RowInvariance) -> None:
         """Make every product of matrices give a row the same bits in any company (kvoy.engine.row_invariance)."""
+        self._programs = None
         spec, hidden = self.spec, self._embed[0]
         attended, gated = hidden.new_empty(spec.heads * spec.head_dim), hidden.new_empty(spec.ffn)
-        self._head = rows.hold("head", self._head, hidden)
+        self._head = rows.hold("head", self._head, hidden.float())
         self._layers = [
             replace(
                 layer,
@@ -87,6 +75,26 @@ class Decoder:
 
     def forward(self, batch: Batch, pool: KvPool) -> Tensor:
         """Write the KV of every token of the batch; return the logits [samples, vocab], fp32, of ``sample_rows``."""
+        programs = self._programs_for(batch, pool)
+        if programs is not None:
+            hidden, out = programs.run(self._embedded(batch), self._angles(batch), batch)
+        else:
+            hidden, out = self._one_by_one(batch, pool)
+        rows = batch.sample_rows
+        return self._logits(hidden[rows].add_(out[rows]))
+
+    def _programs_for(self, batch: Batch, pool: KvPool) -> "DecodePrograms | None":
+        if not (self._embed.is_cpu and cpu.compiles()):
+            return None
+        if self._programs is None or self._programs[0] is not pool:
+            from kvoy.engine.decode_program import programs_for  # noqa: PLC0415 (numba: only where it is installed)
+
+            self._programs = (pool, programs_for(self.spec, self._layers, pool))
+        programs = self._programs[1]
+        return programs if programs is not None and programs.take(batch) else None
+
+    def _one_by_one(self, batch: Batch, pool: KvPool) -> tuple[Tensor, Tensor]:
+        """The residual stream before the last layer's output is added, and that output."""
         forward = self._begin(batch)
         out: Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -95,21 +103,24 @@ class Decoder:
             self._add_and_norm(out, forward, layer.ffn_norm)
             out = self._feed_forward(forward.normed, layer)
         assert out is not None
-        rows = batch.sample_rows
-        return self._logits(forward.hidden[rows].add_(out[rows]))
+        return forward.hidden, out
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        """[tokens, hidden] fp32."""
+        embedded = functional.embedding(batch.token_ids, self._embed).float()
+        return embedded if self._embedding_scale == 1.0 else embedded.mul_(self._embedding_scale)
+
+    def _angles(self, batch: Batch) -> dict[RopeSpec, Angles]:
+        return {spec: rope(batch.positions) for spec, rope in self._ropes.items()}
 
     def _begin(self, batch: Batch) -> _Forward:
-        spec = self.spec
-        embedded = functional.embedding(batch.token_ids, self._embed)
-        hidden = embedded.float()
-        if self._embedding_scale != 1.0:
-            hidden *= self._embedding_scale
+        spec, hidden = self.spec, self._embedded(batch)
         return _Forward(
             batch=batch,
             hidden=hidden,
-            angles={spec: rope(batch.positions) for spec, rope in self._ropes.items()},
-            normed=embedded.new_empty(hidden.shape),
-            attended=embedded.new_empty((batch.tokens, spec.heads, spec.head_dim)),
+            angles=self._angles(batch),
+            normed=self._embed.new_empty(hidden.shape),
+            attended=self._embed.new_empty((batch.tokens, spec.heads, spec.head_dim)),
         )
 
     def _add_and_norm(self, x: Tensor | None, forward: _Forward, weight: Tensor) -> None:
@@ -119,7 +130,7 @@ class Decoder:
         else:
             add_rms_norm(x, forward.hidden, weight, self.spec.norm_eps, forward.normed)
 
-    def _attention(self, forward: _Forward, layer: _Layer, kv: PagedLayer) -> Tensor:
+    def _attention(self, forward: _Forward, layer: Layer, kv: PagedLayer) -> Tensor:
         spec, batch = self.spec, forward.batch
         qkv = layer.qkv(forward.normed).view(batch.tokens, -1, spec.head_dim)
         batch.kv_write(qkv, forward.angles[layer.spec.rope], kv, layer.qk_norm)
@@ -138,7 +149,7 @@ class Decoder:
         if chunks < batch.tokens:
             batch.paged_decode(q[chunks:], kv, scale=scale, window_tokens=window_tokens, out=out[chunks:])
 
-    def _feed_forward(self, x: Tensor, layer: _Layer) -> Tensor:
+    def _feed_forward(self, x: Tensor, layer: Layer) -> Tensor:
         out = layer.down(layer.gate_up(x))
         if layer.ffn_post_norm is not None:
             rms_norm(out, layer.ffn_post_norm, self.spec.norm_eps, out)
@@ -149,14 +160,14 @@ class Decoder:
         if not hidden.shape[0]:
             return hidden.new_empty((0, self.spec.vocab_tokens))
         rms_norm(hidden, self._final_norm, self.spec.norm_eps, hidden)
-        logits = fp32_logits(hidden, self._head, self._head_weight)
+        logits = self._head(hidden)
         softcap = self.spec.final_logit_softcap
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 
 
 def _make_layer(
-    spec: ModelSpec, index: int, weights: dict[str, Tensor], int4: "Int4Weights | None", *, packed: bool
-) -> _Layer:
+    spec: ModelSpec, index: int, weights: dict[str, Tensor], int4: "Int4Weights | None", making: Making
+) -> Layer:
     def take(name: str) -> Tensor:
         return weights.pop(f"layers.{index}.{name}")
 
@@ -165,16 +176,16 @@ def _make_layer(
 
     def linear(*names: str, bias: Tensor | None = None) -> RowOp:
         parts = [take(name) for name in names]
-        made = Linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias, packed=packed)
+        made = making.linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
         return made if int4 is None else int4.linear(made, [f"layers.{index}.{name}" for name in names], bias)
 
     def gated(gate: str, up: str) -> RowOp:
         activation = ACTIVATIONS[spec.activation]
-        made = GatedLinear(take(gate), take(up), activation, packed=packed)
+        made = making.gated(take(gate), take(up), activation)
         return made if int4 is None else int4.gated(made, f"layers.{index}.{gate}", f"layers.{index}.{up}", activation)
 
     bias = torch.cat([take("q_bias"), take("k_bias"), take("v_bias")]) if spec.qkv_bias else None
-    return _Layer(
+    return Layer(
         spec=spec.layers[index],
         attn_norm=norm("attn_norm"),
         qkv=linear("q", "k", "v", bias=bias),
