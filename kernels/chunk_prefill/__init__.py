@@ -22,7 +22,7 @@ class ChunkPrefill:
     def __init__(self, block_tables: Tensor, query_starts: Tensor, kv_lengths: Tensor, max_queries: int) -> None:
         require_shape("block_tables", block_tables, (kv_lengths.shape[0], block_tables.shape[-1]))
         require_shape("query_starts", query_starts, (kv_lengths.shape[0] + 1,))
-        self._tables = (block_tables, query_starts, kv_lengths)
+        self.tables = (block_tables, query_starts, kv_lengths)
         self._max_queries = max_queries
         self._attend: dict[int | None, Attend] = {}
 
@@ -43,12 +43,12 @@ class ChunkPrefill:
             return self._bind_on_cpu(q, kv, window_tokens)
         from kernels.chunk_prefill import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
-        return partial(kernel.run, kernel.plan(*self._tables, self._max_queries, q, kv, window_tokens=window_tokens))
+        return partial(kernel.run, kernel.plan(*self.tables, self._max_queries, q, kv, window_tokens=window_tokens))
 
     def _bind_on_cpu(self, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Attend:
         if cpu.compiles():
             from kernels.chunk_prefill import compiled  # noqa: PLC0415 (numba: only where it is installed)
 
             if compiled.serves(q, kv):
-                return partial(compiled.run, compiled.plan(*self._tables, q, kv, window_tokens))
-        return partial(reference.run, reference.plan(*self._tables, q, kv, window_tokens=window_tokens))
+                return partial(compiled.run, compiled.plan(*self.tables, q, kv, window_tokens))
+        return partial(reference.run, reference.plan(*self.tables, q, kv, window_tokens=window_tokens))

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kernels import amx, jit, vectors
 from kernels.amx import DEPTH, TILE_BYTES, TILE_ROWS
-from kernels.chunk_prefill import weights
-from kernels.cpu import Op, words
-from kernels.jit import BF16, FP32, INT8
+from kernels.chunk_prefill import spans, weights
+from kernels.cpu import Call, Op, words
+from kernels.jit import BF16
 from kernels.paged import PagedLayer
 from kernels.vectors import LANES
 
@@ -96,17 +96,34 @@ def _tiles_of_piece(head_dim: int) -> int:
 
 
 def run(plan: Plan, q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> None:
+    follow(asked := call(q, kv, scale, out), plan)
+    asked.run()
+
+
+def call(q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> Call:
+    """Of one layer; it attends to nothing before it follows a plan."""
     tile_bytes = kv.tiles.shape[1] * kv.tiles.element_size()
-    _op(kv.head_dim, jit.CODES[kv.format.dtype])(
-        words(
-            0, plan.pieces.shape[0] * kv.kv_heads, kv.kv_heads, plan.window_tokens, plan.pieces.data_ptr(),
-            plan.tables.data_ptr(), plan.tables.shape[1], plan.query_starts.data_ptr(), plan.kv_lengths.data_ptr(),
-            kv.tiles.data_ptr(), kv.strides.block * tile_bytes, kv.strides.head * tile_bytes, kv.block_tokens,
-            q.data_ptr(), q.stride(0) * 2, q.stride(1) * 2, out.data_ptr(), out.stride(0) * 2, out.stride(1) * 2,
-            q.shape[1] // kv.kv_heads, jit.word_of(scale * math.log2(math.e)),
-        ),
-        alone=False,
+    given = words(
+        0, 0, kv.kv_heads, *(0,) * (_LAYER - 3),
+        kv.tiles.data_ptr(), kv.strides.block * tile_bytes, kv.strides.head * tile_bytes, kv.block_tokens,
+        q.data_ptr(), q.stride(0) * 2, q.stride(1) * 2, out.data_ptr(), out.stride(0) * 2, out.stride(1) * 2,
+        q.shape[1] // kv.kv_heads, jit.word_of(scale * math.log2(math.e)),
     )  # fmt: skip
+    return Call(_op(kv.head_dim, jit.CODES[kv.format.dtype]), given, alone=False)
+
+
+_LAYER = 9
+"""The first word that no plan changes, beside the number of kv heads."""
+
+
+def follow(call: Call, plan: Plan) -> None:
+    """From now on ``call`` is of the plan's chunks; the plan must live as long, and be of such q and kv."""
+    given = call.words
+    tables, starts, lengths = plan.tables, plan.query_starts, plan.kv_lengths
+    given[:_LAYER] = [
+        0, plan.pieces.shape[0] * given[2], given[2], plan.window_tokens, plan.pieces.data_ptr(), tables.data_ptr(),
+        tables.shape[1], starts.data_ptr(), lengths.data_ptr(),
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -163,7 +180,7 @@ def _attend_piece(
     first_key = max(0, position + first_row // group - window + 1) if window else 0
     end_key = position + (end_row - 1) // group + 1
     for begin in range(first_key // span_keys * span_keys, end_key, span_keys):
-        _lay_out(
+        spans.lay_out(
             given[5] + request * given[6] * 4, given[9] + head * given[11], given[10], given[12], begin, first_key,
             min(end_key, begin + span_keys), keys, values, lines, staging, head_dim, kv_code,
         )  # fmt: skip
@@ -190,57 +207,6 @@ def _take_rows(q, query_step, head_step, first_row, end_row, group, into, head_d
         member += 1
         if member == group:
             query, member = query + 1, 0
-
-
-@jit.inner
-def _lay_out(
-    table, pool, block_step, block_tokens, begin, first_key, end_key, keys, values, lines, staging, head_dim, kv_code
-):  # fmt: skip
-    """Keys and values of a span as right tiles; zeros before ``first_key`` and from ``end_key`` to the next 32nd."""
-    found = jit.int64s(lines, DEPTH)
-    for key in range(max(begin, first_key // DEPTH * DEPTH), end_key, DEPTH):
-        _find(table, pool, block_step, block_tokens, key, first_key, end_key, lines, staging, head_dim, kv_code)
-        tile = (key - begin) * head_dim * 2
-        for half in range(2):
-            for part in range(head_dim // DEPTH):
-                vectors.transpose(lines + half * TILE_ROWS * 8, part * 64, keys + tile)
-                tile += TILE_BYTES
-        into = values + (key - begin) * head_dim * 2
-        for i in range(TILE_ROWS):  # as weights come: key k beside key k + 16
-            one, two = found[i] + head_dim * 2, found[i + TILE_ROWS] + head_dim * 2
-            for part in range(head_dim // LANES):
-                weights.store_pairs(one + part * 32, two + part * 32, into + part * TILE_BYTES + i * 64)
-
-
-@jit.inner
-def _find(
-    table, pool, block_step, block_tokens, key, first_key, end_key, lines, staging, head_dim, kv_code
-):  # fmt: skip
-    """The addresses of 32 keys, each with its values, in bf16: in the pool, or in ``staging``."""
-    found, line_bytes = jit.int64s(lines, DEPTH), 2 * head_dim * jit.item_bytes(kv_code)
-    block, place = key // block_tokens, key % block_tokens
-    for i in range(DEPTH):
-        into = staging + i * head_dim * 4
-        found[i] = into
-        if key + i < first_key or key + i >= end_key:
-            jit.fill(into, head_dim, np.float32(0))
-        else:
-            tile = pool + jit.int32s(table + block * 4, 1)[0] * block_step
-            line = tile + place * line_bytes
-            if kv_code == BF16:
-                found[i] = line
-            elif kv_code == FP32:
-                vectors.convert(line, FP32, into, BF16, 2 * head_dim)
-            else:
-                steps = tile + block_tokens * 2 * head_dim + place * 4
-                vectors.scale(line, INT8, into, BF16, head_dim, jit.fp16_number(steps))
-                vectors.scale(line + head_dim, INT8, into + head_dim * 2, BF16, head_dim, jit.fp16_number(steps + 2))
-            if key + i + 2 * block_tokens < end_key:  # memory is slow to find what lies in another block
-                ahead = pool + jit.int32s(table + block * 4 + 8, 1)[0] * block_step
-                jit.prefetch(ahead + place * line_bytes, line_bytes)
-        place += 1
-        if place == block_tokens:
-            block, place = block + 1, 0
 
 
 @jit.inner

@@ -4,7 +4,6 @@ Weights are rounded to bf16 anyway: two to the power of a score is computed no c
 cutting off. Pairs of bf16 numbers are what a right tile holds (kernels/amx.py).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,30 +28,35 @@ def _each(kind: Any, value: int) -> Any:
     return ir.Constant(kind, [value] * LANES)
 
 
-def _on_avx512(name: str, *given: Any) -> Callable[..., Any]:
-    """Calls an instruction for all lanes: of a vector, or of two; ``given`` follows them."""
-
-    def build(_context: Any, builder: Any, _signature: Any, lanes: Any) -> Any:
-        as_is = (ir.Constant(_VECTOR, ir.Undefined), ir.Constant(I16, -1), ir.Constant(I32, 4))
-        arguments = [*lanes, *given, *as_is]
-        kind = ir.FunctionType(_VECTOR, [argument.type for argument in arguments])
-        return builder.call(
-            get_or_insert_function(builder.module, kind, f"llvm.x86.avx512.mask.{name}.ps.512"), arguments
-        )
-
-    return build
+def _on_avx512(builder: Any, name: str, *given: Any) -> Any:
+    """What an instruction makes of vectors, with its other operands, rounded to the nearest."""
+    arguments = [*given, ir.Constant(I32, 4)]
+    kind = ir.FunctionType(_VECTOR, [argument.type for argument in arguments])
+    return builder.call(get_or_insert_function(builder.module, kind, f"llvm.x86.avx512.mask.{name}.ps.512"), arguments)
 
 
 @intrinsic
 def fraction(_typing: Any, _x: Any) -> Any:
     """What x is above the whole number below it; 0 of infinity."""
-    return vectors.KIND(vectors.KIND), _on_avx512("reduce", ir.Constant(I32, _LOWER))
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        everywhere = ir.Constant(I16, -1)
+        return _on_avx512(builder, "reduce", *given, ir.Constant(I32, _LOWER), given[0], everywhere)
+
+    return vectors.KIND(vectors.KIND), build
 
 
 @intrinsic
 def scaled(_typing: Any, _x: Any, _by: Any) -> Any:
-    """As x times two to the power of the whole number below ``by``."""
-    return vectors.KIND(vectors.KIND, vectors.KIND), _on_avx512("scalef")
+    """As x times two to the power of the whole number below ``by``, but 0 where that is less than 2^-126: a CPU takes a
+    hundred times as long to come to such a number."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        zeros, least = (ir.Constant(_VECTOR, [number] * LANES) for number in (0.0, -126.0))
+        kept = builder.bitcast(builder.fcmp_unordered(">=", given[1], least), I16)
+        return _on_avx512(builder, "scalef", *given, zeros, kept)
+
+    return vectors.KIND(vectors.KIND, vectors.KIND), build
 
 
 @intrinsic

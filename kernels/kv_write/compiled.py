@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels import jit, vectors
+from kernels import codes, jit, vectors
 from kernels.cpu import Call, Op, words
-from kernels.jit import FP32
+from kernels.jit import FP32, INT8
 from kernels.paged import PagedLayer
 from kernels.vectors import LANES
 
@@ -26,7 +26,7 @@ def serves(qkv: Tensor, angles: Angles, kv: PagedLayer, norms: QkNorm | None) ->
     weights = () if norms is None else (norms.q_weight, norms.k_weight)
     return (
         qkv.dtype in jit.FLOATS
-        and kv.format.dtype in jit.FLOATS
+        and kv.format.dtype in jit.CODES
         and kv.head_dim % (2 * LANES) == 0
         and qkv.is_contiguous()
         and all(part.is_contiguous() and part.dtype == torch.float32 for part in (angles.cos, angles.sin, *weights))
@@ -87,10 +87,15 @@ def _write_tokens(given):
         if slot >= 0:
             block, place = slot // given[12], slot % given[12]
             for head in range(kv_heads):
-                line = given[10] + block * given[13] + head * given[14] + place * 2 * line_bytes
+                tile = given[10] + block * given[13] + head * given[14]
+                line, scales = tile + place * 2 * line_bytes, tile + given[12] * 2 * line_bytes + place * 4
                 k, v = row + (heads + head) * head_bytes, row + (heads + kv_heads + head) * head_bytes
-                vectors.convert(k, dtype, line, kv_dtype, head_dim)
-                vectors.convert(v, dtype, line + line_bytes, kv_dtype, head_dim)
+                if kv_dtype == INT8:
+                    codes.quantise(k, dtype, line, scales, head_dim)
+                    codes.quantise(v, dtype, line + line_bytes, scales + 2, head_dim)
+                else:
+                    vectors.convert(k, dtype, line, kv_dtype, head_dim)
+                    vectors.convert(v, dtype, line + line_bytes, kv_dtype, head_dim)
         token = jit.next_item(given)
 
 

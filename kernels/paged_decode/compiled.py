@@ -28,6 +28,31 @@ _CHUNK_BYTES = 16384
 """Of keys and values: with the next chunk's, what the nearest cache holds; enough that sums are seldom scaled."""
 
 
+def _line_bytes(head_dim: int, _block_tokens: int, kv_code: int) -> int:
+    """Of a token's key and value."""
+    return 2 * head_dim * {FP32: 4, BF16: 2, INT8: 1}[kv_code]
+
+
+def _blocks_of_span(_head_dim: int, block_tokens: int, _kv_code: int) -> int:
+    """At most, as in a chunk."""
+    return max(1, _SPAN_TOKENS // block_tokens)
+
+
+def _blocks_of_chunk(head_dim: int, block_tokens: int, kv_code: int) -> int:
+    return max(1, _CHUNK_BYTES // (_line_bytes(head_dim, block_tokens, kv_code) * block_tokens))
+
+
+def _padded_tokens(head_dim: int, block_tokens: int, kv_code: int) -> int:
+    """Of a chunk, in whole vectors."""
+    return -(-_blocks_of_chunk(head_dim, block_tokens, kv_code) * block_tokens // LANES) * LANES
+
+
+_line, _span_blocks, _chunk_blocks, _padded = map(
+    rows.literal, (_line_bytes, _blocks_of_span, _blocks_of_chunk, _padded_tokens)
+)
+"""The same for ops."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is the same in every layer of one window."""
@@ -51,7 +76,7 @@ def serves(q: Tensor, kv: PagedLayer) -> bool:
 
 def plan(block_tables: Tensor, kv_lengths: Tensor, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Plan:
     window, block_tokens = window_tokens or 0, kv.block_tokens
-    span_blocks = _blocks_of_span.py_func(block_tokens)
+    span_blocks = _blocks_of_span(kv.head_dim, block_tokens, jit.CODES[kv.format.dtype])
     pieces: list[tuple[int, int, int, int]] = []
     for row, length in enumerate(kv_lengths.tolist()):
         first_block = max(0, length - window) // block_tokens if window else 0
@@ -77,21 +102,13 @@ def run(plan: Plan, q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> Non
 def call(q: Tensor, kv: PagedLayer, scale: float, out: Tensor) -> Call:
     """Of one layer; it attends to nothing before it follows a plan."""
     tile_bytes, item_bytes = kv.tiles.shape[1] * kv.tiles.element_size(), q.element_size()
+    q_row, q_head, _ = q.stride()
+    out_row, out_head, _ = out.stride()
     given = words(
-        *(0 for _word in range(_LAYER)),
-        kv.kv_heads,
-        kv.strides.block * tile_bytes,
-        kv.strides.head * tile_bytes,
-        kv.tiles.data_ptr(),
-        jit.word_of(scale),
-        jit.CODES[q.dtype],
-        q.data_ptr(),
-        q.stride(0) * item_bytes,
-        q.stride(1) * item_bytes,
-        out.data_ptr(),
-        out.stride(0) * item_bytes,
-        out.stride(1) * item_bytes,
-    )
+        *(0,) * _LAYER, kv.kv_heads, kv.strides.block * tile_bytes, kv.strides.head * tile_bytes, kv.tiles.data_ptr(),
+        jit.word_of(scale), jit.CODES[q.dtype], q.data_ptr(), q_row * item_bytes, q_head * item_bytes,
+        out.data_ptr(), out_row * item_bytes, out_head * item_bytes,
+    )  # fmt: skip
     op = _op(q.shape[1] // kv.kv_heads, kv.head_dim, kv.block_tokens, jit.CODES[kv.format.dtype])
     return Call(op, given, alone=False)
 
@@ -159,8 +176,8 @@ class _Scratch(NamedTuple):
 
 def scratch_numbers(group: int, head_dim: int, block_tokens: int, kv_code: int) -> int:
     """How many numbers of jit.scratch ``attend_piece`` needs."""
-    tokens: int = _blocks_of_chunk.py_func(head_dim, block_tokens, kv_code) * block_tokens
-    return group * (LANES * LANES + 2 * head_dim + 2) + (group + 2) * (tokens + LANES)
+    padded = _padded_tokens(head_dim, block_tokens, kv_code)
+    return group * (LANES * LANES + 2 * head_dim + 2 + padded) + 2 * padded
 
 
 @functools.cache
@@ -174,14 +191,13 @@ def _op(group: int, head_dim: int, block_tokens: int, kv_code: int) -> Op:
         out = HeadRows(given[19], given[20], given[21], given[15])
         item = jit.next_item(given)
         while item < items:
-            following = items
-            if given[0] < given[2]:  # enough is left for all threads: this one may say early what it does next
-                following = jit.next_item(given)
+            ahead = given[0] < given[2]  # enough is left for all threads: this one may say early what it does next
+            following = jit.next_item(given) if ahead else item
             attend_piece(
                 given, item, following, given[13], jit.number_of(given[14]), queries, out, scratch,
                 group, head_dim, block_tokens, kv_code,
             )  # fmt: skip
-            item = following if following < items else jit.next_item(given)
+            item = following if ahead else jit.next_item(given)
 
     return jit.op(attend)
 
@@ -190,16 +206,32 @@ def _op(group: int, head_dim: int, block_tokens: int, kv_code: int) -> Op:
 def attend_piece(given, item, following, pool, scale, queries, out, scratch, group, head_dim, block_tokens, kv_code):
     """Do piece ``item`` over the layer whose tiles are at ``pool``, for an op that has ``scratch`` and is compiled for
     these sizes (numbers of its closure). ``given``: the first words of a Call that follows a plan. ``following`` is
-    the thread's next piece, whose KV is sent for meanwhile; given[1] where it is not known."""
+    the thread's next piece, whose KV is sent for meanwhile; ``item`` where it is not known."""
     at, width = _parts_of(scratch, group, head_dim, block_tokens, kv_code), head_dim + 2
-    span = _span_of(given, item, block_tokens)
+    span = _span_of(given, item, head_dim, block_tokens, kv_code)
     for member in range(group):
         query = queries.address + span.row * queries.row_bytes + (span.head * group + member) * queries.head_bytes
-        vectors.scale(query, queries.dtype, at.queries + member * head_dim * 4, FP32, head_dim, scale)
-        jit.fill(at.sums + member * width * 4, head_dim + 1, np.float32(0))
-        jit.put_fp32(np.float32(-np.inf), at.sums + (member * width + head_dim + 1) * 4)
-    _attend_span(given, span, following, pool, at, group, head_dim, block_tokens, kv_code)
-    if span.spans == 1 or _joined(given, item, span, at.sums, group, width):
+        scaled = rows.times(rows.load_float(query, queries.dtype, head_dim), scale)
+        rows.store_each(scaled, at.queries + member * head_dim * 4, head_dim, 0)
+        sums = at.sums + member * width * 4
+        rows.store_each(rows.zeros(head_dim), sums, head_dim, 0)
+        jit.put_fp32(np.float32(0), sums + head_dim * 4)
+        jit.put_fp32(np.float32(-np.inf), sums + (head_dim + 1) * 4)
+    chunk, left = _first_chunk(given, span, pool, head_dim, block_tokens, kv_code)
+    next_span = _span_of(given, min(following, given[1] - 1), head_dim, block_tokens, kv_code)
+    then, _ = _first_chunk(given, next_span, pool, head_dim, block_tokens, kv_code)
+    first, end = span.first, span.end
+    while left > 0:
+        left -= chunk.blocks
+        table = chunk.table + chunk.blocks * 4
+        after = _Chunk(chunk.tiles, chunk.block_bytes, table, min(chunk.blocks, left)) if left > 0 else then
+        upto = min(end, chunk.blocks * block_tokens)
+        _score(chunk, first, upto, after, at, group, head_dim, block_tokens, kv_code)
+        _weigh(upto - first, at, group, head_dim, _padded(head_dim, block_tokens, kv_code), kv_code)
+        _add_values(chunk, first, upto, after, at, group, head_dim, block_tokens, kv_code)
+        first, end = 0, end - chunk.blocks * block_tokens
+        chunk = after
+    if span.spans == 1 or _joined(given, item, span, at.sums, group, head_dim):
         for member in range(group):
             total = jit.fp32_number(at.sums + (member * width + head_dim) * 4)
             share = np.float32(1) / total if span.end > 0 else np.float32(0)
@@ -208,26 +240,8 @@ def attend_piece(given, item, following, pool, scale, queries, out, scratch, gro
 
 
 @jit.inner
-def _blocks_of_span(block_tokens):
-    """At most, as in a chunk."""
-    return max(1, _SPAN_TOKENS // block_tokens)
-
-
-@jit.inner
-def _blocks_of_chunk(head_dim, block_tokens, kv_code):
-    item_bytes = 4 if kv_code == FP32 else 2 if kv_code == BF16 else 1
-    return max(1, _CHUNK_BYTES // (2 * head_dim * item_bytes * block_tokens))
-
-
-@jit.inner
-def _padded_tokens(head_dim, block_tokens, kv_code):
-    """Of a chunk, in whole vectors."""
-    return (_blocks_of_chunk(head_dim, block_tokens, kv_code) * block_tokens + LANES - 1) // LANES * LANES
-
-
-@jit.inner
 def _parts_of(scratch, group, head_dim, block_tokens, kv_code):
-    padded = _padded_tokens(head_dim, block_tokens, kv_code)
+    padded = _padded(head_dim, block_tokens, kv_code)
     queries = scratch + group * LANES * LANES * 4
     weights = queries + group * head_dim * 4
     k_steps = weights + group * padded * 4
@@ -236,19 +250,20 @@ def _parts_of(scratch, group, head_dim, block_tokens, kv_code):
 
 
 @jit.inner
-def _span_of(given, item, block_tokens):
-    kv_heads, span_blocks = given[_LAYER], _blocks_of_span(block_tokens)
-    piece = jit.int32s(given[4] + item // kv_heads * 16, 4)
-    row, span = np.int64(piece[0]), np.int64(piece[1])
-    length = np.int64(jit.int32s(given[7] + row * 4, 1)[0])
-    first_seen = max(0, length - given[3]) if given[3] else 0
-    first_block = first_seen // block_tokens + span * span_blocks
+def _span_of(given, item, head_dim, block_tokens, kv_code):
+    kv_heads, span_blocks = given[_LAYER], _span_blocks(head_dim, block_tokens, kv_code)
+    piece = given[4] + item // kv_heads * 16
+    row = rows.int32_at(piece)
+    length = rows.int32_at(given[7] + row * 4)
+    window = given[3] or length
+    first_seen = max(0, length - window)
+    first_block = first_seen // block_tokens + rows.int32_at(piece + 4) * span_blocks
     skipped = first_block * block_tokens
     return _Span(
         row,
         item % kv_heads,
-        np.int64(piece[2]),
-        np.int64(piece[3]),
+        rows.int32_at(piece + 8),
+        rows.int32_at(piece + 12),
         given[5] + (row * given[6] + first_block) * 4,
         max(0, first_seen - skipped),
         min(span_blocks * block_tokens, length - skipped),
@@ -258,66 +273,41 @@ def _span_of(given, item, block_tokens):
 @jit.inner
 def _first_chunk(given, span, pool, head_dim, block_tokens, kv_code):
     """The first chunk of a span, whose chunks are all about as large; and how many blocks the span has."""
-    blocks, most = (span.end + block_tokens - 1) // block_tokens, _blocks_of_chunk(head_dim, block_tokens, kv_code)
+    blocks, most = (span.end + block_tokens - 1) // block_tokens, _chunk_blocks(head_dim, block_tokens, kv_code)
     chunks = max(1, (blocks + most - 1) // most)
     tiles = pool + span.head * given[_LAYER + 2]
     return _Chunk(tiles, given[_LAYER + 1], span.table, (blocks + chunks - 1) // chunks), blocks
 
 
 @jit.inner
-def _attend_span(given, span, following, pool, at, group, head_dim, block_tokens, kv_code):
-    chunk, left = _first_chunk(given, span, pool, head_dim, block_tokens, kv_code)
-    first, end = span.first, span.end
-    then = _Chunk(chunk.tiles, chunk.block_bytes, chunk.table, 0)
-    if following < given[1]:
-        next_span = _span_of(given, following, block_tokens)
-        then, _ = _first_chunk(given, next_span, pool, head_dim, block_tokens, kv_code)
-    while left > 0:
-        left -= chunk.blocks
-        table = chunk.table + chunk.blocks * 4
-        after = _Chunk(chunk.tiles, chunk.block_bytes, table, min(chunk.blocks, left)) if left > 0 else then
-        upto = min(end, chunk.blocks * block_tokens)
-        _score(chunk, first, upto, after, at, group, head_dim, block_tokens, kv_code)
-        _weigh(upto - first, at, group, head_dim, block_tokens, kv_code)
-        _add_values(chunk, first, upto, after, at, group, head_dim, block_tokens, kv_code)
-        first, end = 0, end - chunk.blocks * block_tokens
-        chunk = after
-
-
-@jit.inner
 def _tile(chunk, block):
-    return chunk.tiles + np.int64(jit.int32s(chunk.table + block * 4, 1)[0]) * chunk.block_bytes
+    return chunk.tiles + rows.int32_at(chunk.table + block * 4) * chunk.block_bytes
 
 
 @jit.inner
 def _score(chunk, first, end, after, at, group, head_dim, block_tokens, kv_code):
     """Scores of tokens [first, end) of a chunk, from 0 on; -inf to the end of a vector. Sends for half of ``after``."""
-    line, padded = 2 * head_dim * jit.item_bytes(kv_code), _padded_tokens(head_dim, block_tokens, kv_code)
+    line, padded = _line(head_dim, block_tokens, kv_code), _padded(head_dim, block_tokens, kv_code)
     queries = rows.load_each(at.queries, group, head_dim, head_dim * 4)
     done = 0
     for block in range(chunk.blocks):
         tile = _tile(chunk, block)
         sent_for = _tile(after, block) if block < after.blocks else tile
         if kv_code == INT8:
-            jit.prefetch(sent_for + block_tokens * line, block_tokens * 4)
+            rows.send_for(sent_for + block_tokens * line, FP32, block_tokens)
         for token in range(max(0, first - block * block_tokens), min(block_tokens, end - block * block_tokens)):
-            jit.prefetch(sent_for + token * line // 2, line // 2)
-            key = rows.load(tile + token * line, kv_code, head_dim)
-            rows.store_each(
-                rows.products(key, queries), at.products + done % LANES * LANES * 4, LANES, LANES * LANES * 4
-            )
+            rows.send_for(sent_for + token * line // 2, kv_code, head_dim)
+            scores = rows.products(rows.load(tile + token * line, kv_code, head_dim), queries)
+            rows.store_each(scores, at.products + done % LANES * LANES * 4, LANES, LANES * LANES * 4)
             if kv_code == INT8:
                 steps = tile + block_tokens * line + token * 4
                 jit.put_fp32(jit.fp16_number(steps), at.k_steps + done * 4)
                 jit.put_fp32(jit.fp16_number(steps + 2), at.v_steps + done * 4)
             done += 1
-            if done % LANES == 0:
-                _add_up(at, done - LANES, group, padded, kv_code)
-    if done % LANES:
-        whole = done // LANES * LANES
-        _add_up(at, whole, group, padded, kv_code)
-        for member in range(group):
-            jit.fill(at.weights + (member * padded + done) * 4, whole + LANES - done, np.float32(-np.inf))
+            if done % LANES == 0 or token == end - 1 - block * block_tokens:
+                _add_up(at, (done - 1) // LANES * LANES, group, padded, kv_code)
+    for member in range(group):
+        jit.fill(at.weights + (member * padded + done) * 4, -done % LANES, np.float32(-np.inf))
 
 
 @jit.inner
@@ -331,9 +321,8 @@ def _add_up(at, token, group, padded, kv_code):
 
 
 @jit.inner
-def _weigh(count, at, group, head_dim, block_tokens, kv_code):
+def _weigh(count, at, group, head_dim, padded, kv_code):
     """Scores become weights relative to the largest yet, and so does what ``sums`` holds of earlier chunks."""
-    padded = _padded_tokens(head_dim, block_tokens, kv_code)
     for member in range(group):
         sums, scores = at.sums + member * (head_dim + 2) * 4, at.weights + member * padded * 4
         before = jit.fp32_number(sums + (head_dim + 1) * 4)
@@ -349,7 +338,7 @@ def _weigh(count, at, group, head_dim, block_tokens, kv_code):
                 weight = vectors.mul(weight, vectors.load_fp32(at.v_steps + token * 4))
             vectors.store_fp32(weight, scores + token * 4)
         factor = vectors.exp_number(before - largest)
-        vectors.scale(sums, FP32, sums, FP32, head_dim, factor)
+        rows.store_each(rows.times(rows.load(sums, FP32, head_dim), factor), sums, head_dim, 0)
         jit.put_fp32(jit.fp32_number(sums + head_dim * 4) * factor + vectors.total(total), sums + head_dim * 4)
         jit.put_fp32(largest, sums + (head_dim + 1) * 4)
 
@@ -357,28 +346,27 @@ def _weigh(count, at, group, head_dim, block_tokens, kv_code):
 @jit.inner
 def _add_values(chunk, first, end, after, at, group, head_dim, block_tokens, kv_code):
     """Add the values of tokens [first, end) times their weights. Sends for the other half of ``after``."""
-    item_bytes, padded = jit.item_bytes(kv_code), _padded_tokens(head_dim, block_tokens, kv_code)
-    line, part, width = 2 * head_dim * item_bytes, rows.part_of(group, head_dim), head_dim + 2
+    line, padded = _line(head_dim, block_tokens, kv_code), _padded(head_dim, block_tokens, kv_code)
+    part, width, item_bytes = rows.part_of(group, head_dim), head_dim + 2, line // (2 * head_dim)
     for i in range(0, head_dim, part):
         sums = rows.load_each(at.sums + i * 4, group, part, width * 4)
         weights = at.weights
         for block in range(chunk.blocks):
-            tile = _tile(chunk, block) + (head_dim + i) * item_bytes
-            sent_for = tile
-            if block < after.blocks:
-                sent_for = _tile(after, block) + block_tokens * line // 2 + i * item_bytes
+            tile = _tile(chunk, block)
+            sent_for = (_tile(after, block) if block < after.blocks else tile) + block_tokens * line // 2
             for token in range(max(0, first - block * block_tokens), min(block_tokens, end - block * block_tokens)):
-                jit.prefetch(sent_for + token * line // 2, part * item_bytes)
-                value = rows.load(tile + token * line, kv_code, part)
+                rows.send_for(sent_for + token * line // 2 + i * item_bytes, kv_code, part)
+                value = rows.load(tile + token * line + (head_dim + i) * item_bytes, kv_code, part)
                 sums = rows.add_weighted(sums, value, weights, padded * 4)
                 weights += 4
         rows.store_each(sums, at.sums + i * 4, part, width * 4)
 
 
 @jit.inner
-def _joined(given, item, span, sums, group, width):
+def _joined(given, item, span, sums, group, head_dim):
     """Leave ``sums`` in the workspace; when all spans of this row and head are there, join them in ``sums``: True."""
-    kv_heads, floats = given[_LAYER], group * width
+    kv_heads, width = given[_LAYER], head_dim + 2
+    floats = group * width
     jit.copy(sums, given[8] + item * floats * 4, floats)
     done = given[9] + (span.row * kv_heads + span.head) * 8
     if jit.count_up(done) < span.spans - 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import binding, ir
 from numba import types
-from numba.core.cgutils import get_or_insert_function
+from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
@@ -19,6 +19,7 @@ from kernels.vectors import KIND, LANES
 _MOST_SUMS = 16 if binding.get_host_cpu_features().get("avx512f") else 4
 """Vectors that are added to for one token: half the registers of a CPU, of which a vector may take several."""
 
+_LINE_BYTES = 64
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _INTEGERS = ir.VectorType(I32, LANES)
@@ -53,7 +54,12 @@ def _pointer(builder: Any, address: Any, offset_bytes: int, kind: Any) -> Any:
 
 def _fma(builder: Any, *given: Any) -> Any:
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    return builder.call(get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), given)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), given)
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, first, ir.Constant(_INTEGERS, [0] * LANES))
 
 
 def _same(_builder: Any, x: Any) -> Any:
@@ -84,6 +90,42 @@ def _load(builder: Any, address: Any, dtype: int, count: int) -> list[Any]:
     return [widen(builder, builder.load(start, align=size_bytes)) for start in starts]
 
 
+def literal(compute: Callable[[int, int, int], int]) -> Any:
+    """For ops: what ``compute`` makes of head dim, block tokens and the code of a pool's dtype. All are literals."""
+
+    @intrinsic(prefer_literal=True)
+    def found(_typing: Any, head_dim: Any, block_tokens: Any, kv_code: Any) -> Any:
+        number = compute(head_dim.literal_value, block_tokens.literal_value, kv_code.literal_value)
+        return types.literal(number)(head_dim, block_tokens, kv_code), lambda *_given: ir.Constant(I64, number)
+
+    return found
+
+
+@intrinsic
+def int32_at(_typing: Any, _address: Any) -> Any:
+    """The number at an address, as int64."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        return builder.sext(builder.load(_pointer(builder, given[0], 0, I32), align=4), I64)
+
+    return types.int64(types.int64), build
+
+
+@intrinsic(prefer_literal=True)
+def send_for(_typing: Any, _address: Any, dtype: Any, count: Any) -> Any:
+    """``count`` numbers from an address on, which are needed soon: to a cache, but not to the nearest."""
+
+    def build(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [I8.as_pointer()], kind)
+        for offset in range(0, count.literal_value * _KINDS[dtype.literal_value][1], _LINE_BYTES):
+            how = (ir.Constant(I32, number) for number in (0, 2, 1))  # to read, from the second cache on, no code
+            builder.call(prefetch, [_pointer(builder, given[0], offset, I8), *how])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, dtype, count), build
+
+
 @intrinsic(prefer_literal=True)
 def part_of(_typing: Any, members: Any, head_dim: Any) -> Any:
     """How many numbers of a head, of each of so many members, are summed up at a time; a literal."""
@@ -103,6 +145,28 @@ def load(_typing: Any, _address: Any, dtype: Any, count: Any) -> Any:
         return _row_of(builder, _load(builder, given[0], dtype.literal_value, count.literal_value))
 
     return _Row(count.literal_value // LANES)(types.int64, dtype, count), build
+
+
+@intrinsic(prefer_literal=True)
+def load_float(_typing: Any, _address: Any, _dtype: Any, count: Any) -> Any:
+    """As load, of a dtype that is known only to who calls the op: fp32 or bf16."""
+
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        found = cgutils.alloca_once(builder, ir.ArrayType(_VECTOR, count.literal_value // LANES))
+        is_bf16 = builder.icmp_signed("==", given[1], ir.Constant(I64, BF16))
+        with builder.if_else(is_bf16) as ways:
+            for way, dtype in zip(ways, (BF16, FP32), strict=True):
+                with way:
+                    builder.store(_row_of(builder, _load(builder, given[0], dtype, count.literal_value)), found)
+        return builder.load(found)
+
+    return _Row(count.literal_value // LANES)(types.int64, types.int64, count), build
+
+
+@intrinsic(prefer_literal=True)
+def zeros(_typing: Any, count: Any) -> Any:
+    row = _Row(count.literal_value // LANES)
+    return row(count), lambda *_given: ir.Constant(ir.ArrayType(_VECTOR, row.vectors), None)
 
 
 @intrinsic(prefer_literal=True)
@@ -137,6 +201,15 @@ def store_each(_typing: Any, row: Any, _address: Any, count: Any, _step_bytes: A
 
 
 @intrinsic
+def times(_typing: Any, row: Any, _number: Any) -> Any:
+    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        factor = _splat(builder, given[1])
+        return _row_of(builder, [builder.fmul(part, factor) for part in _parts_of(builder, given[0])])
+
+    return row(row, types.float32), build
+
+
+@intrinsic
 def products(_typing: Any, key: Any, queries: Any) -> Any:
     """Of a key and queries, each as long as it, a vector for each query, whose lanes add up to the product."""
 
@@ -161,9 +234,7 @@ def add_weighted(_typing: Any, sums: Any, value: Any, _weights: Any, _step_bytes
         before, parts = (_parts_of(builder, row) for row in given[:2])
         address, found = given[2], []
         for start in range(0, len(before), len(parts)):
-            number = builder.load(_pointer(builder, address, 0, _FLOAT), align=4)
-            first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(I32, 0))
-            weight = builder.shuffle_vector(first, first, ir.Constant(_INTEGERS, [0] * LANES))
+            weight = _splat(builder, builder.load(_pointer(builder, address, 0, _FLOAT), align=4))
             found += [_fma(builder, part, weight, before[start + i]) for i, part in enumerate(parts)]
             address = builder.add(address, given[3])
         return _row_of(builder, found)

@@ -36,10 +36,11 @@ def serves(*weights: Tensor) -> bool:
         and weight.shape[1] % DEPTH == 0
         for weight in weights
     )
-    return fitting and _multiplies()
+    return fitting and multiplies()
 
 
-def _multiplies() -> bool:
+def multiplies() -> bool:
+    """Whether this machine has a matrix unit that compiled ops can use."""
     if not cpu.compiles():
         return False
     from kernels import amx  # noqa: PLC0415 (numba: only where it is installed)
@@ -93,7 +94,7 @@ def _check(x: Tensor, weight: TiledWeight, out: Tensor, columns: int, dtype: tor
 def _run(kind: Kind, x: Tensor, weight: TiledWeight, bias: Tensor | None, out: Tensor) -> None:
     if not out.shape[0]:
         return
-    if not _multiplies():
+    if not multiplies():
         reference.run(kind, x, weight, bias, out)
         return
     from kernels.tiled_linear import compiled  # noqa: PLC0415 (numba: only where it is installed)

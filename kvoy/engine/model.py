@@ -24,8 +24,8 @@ from kvoy.engine.row_invariance import RowInvariance, RowOp
 from kvoy.engine.spec import ModelSpec, RopeSpec
 
 if TYPE_CHECKING:  # what is read with, or compiled with, more than torch, which is all that the device check has
-    from kvoy.engine.decode_program import DecodePrograms
     from kvoy.engine.quant import Int4Weights
+    from kvoy.engine.step_program import StepPrograms
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Decoder:
         self._head = make_head(self._embed if spec.tied_embeddings else weights.pop("head"), making)
         self._final_norm = weights.pop("final_norm").float()
         self._layers = [_make_layer(spec, index, weights, int4, making) for index in range(len(spec.layers))]
-        self._programs: tuple[KvPool, DecodePrograms | None] | None = None
+        self._programs: tuple[KvPool, StepPrograms | None] | None = None
         self._ropes = {layer.rope: Rope(layer.rope, device) for layer in spec.layers}
         # As a number of the weights' own precision, which is what the models were trained with.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._embed.dtype))
@@ -83,11 +83,11 @@ class Decoder:
         rows = batch.sample_rows
         return self._logits(hidden[rows].add_(out[rows]))
 
-    def _programs_for(self, batch: Batch, pool: KvPool) -> "DecodePrograms | None":
+    def _programs_for(self, batch: Batch, pool: KvPool) -> "StepPrograms | None":
         if not (self._embed.is_cpu and cpu.compiles()):
             return None
         if self._programs is None or self._programs[0] is not pool:
-            from kvoy.engine.decode_program import programs_for  # noqa: PLC0415 (numba: only where it is installed)
+            from kvoy.engine.step_program import programs_for  # noqa: PLC0415 (numba: only where it is installed)
 
             self._programs = (pool, programs_for(self.spec, self._layers, pool))
         programs = self._programs[1]

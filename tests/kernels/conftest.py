@@ -5,19 +5,11 @@ import sys
 
 import pytest
 
-from kernels import cpu
+from kernels import cpu, tiled_linear
 
 COMPILES = sys.platform == "linux" and importlib.util.find_spec("numba") is not None
 collect_ignore = [] if COMPILES else ["test_compiled.py", "test_vectors.py", "test_program.py"]
-
-
-def _has_matrix_unit() -> bool:
-    from kernels import amx
-
-    return amx.works()
-
-
-if not (COMPILES and _has_matrix_unit()):
+if not tiled_linear.multiplies():
     collect_ignore += ["test_amx.py", "test_prefill_compiled.py"]
 
 

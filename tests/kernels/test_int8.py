@@ -92,6 +92,23 @@ def test_write_stores_codes_and_scales_and_touches_nothing_else(dtype, order):
 
 
 @pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_takes_all_that_a_number_can_be(dtype):
+    pool = pool_of(INT8, SHAPE, "BLHNC")
+    odd = [0.0, 1e-30, 1e-9, 3e38, float("inf"), -float("inf"), float("nan"), 127.0]
+    qkv = torch.randn(len(odd), HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
+    qkv[0] = 0
+    qkv[:, HEADS + KV_HEADS :, HEAD_DIM // 2] = torch.tensor(odd).to(dtype).unsqueeze(1)  # of v, which is not turned
+    turn = torch.rand(len(odd), HEAD_DIM // 2) * 7
+    KvWrite(torch.arange(len(odd)))(qkv, Angles(turn.cos(), turn.sin()), pool.layer(0))
+    for token in range(len(odd)):
+        codes, scale = quantise(qkv[token, HEADS + KV_HEADS :], -1)
+        block, place = divmod(token, BLOCK_TOKENS)
+        assert torch.equal(pool.values[block, 0, :, place, HEAD_DIM:], codes)
+        torch.testing.assert_close(pool.scales[block, 0, :, place, 1:], scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 def test_write_rounds_to_a_pool_of_another_float(pool_dtype):
     pool = pool_of(KvFormat(pool_dtype), SHAPE, "BLHNC")

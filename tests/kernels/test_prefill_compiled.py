@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import amx
-from kernels.chunk_prefill import ChunkPrefill, compiled, reference
+from kernels import amx, jit, vectors
+from kernels.chunk_prefill import ChunkPrefill, compiled, reference, weights
+from kernels.cpu import words
 from kernels.paged import KvFormat
 from tests.kernels.oracle import INT8
 from tests.kernels.paged_case import SCALE, Guarded, PagedCase, Sizes
@@ -113,6 +114,25 @@ def test_scores_may_be_large_or_alike():
         q = queries_of([300], sizes) * size
         found = attend(case, q, [300], None)
         torch.testing.assert_close(found.double(), expected(case, 0, q, None), rtol=0, atol=2e-2)
+
+
+def _exp2(given):
+    for i in range(0, given[2] * 4, 64):
+        vectors.store_fp32(weights.exp2(vectors.load_fp32(given[0] + i)), given[1] + i)
+
+
+def test_weights_are_powers_of_two_to_within_a_rounding_to_bf16_and_nothing_where_they_would_be_denormal():
+    far = [-126.5, -149.0, -1e30, -float("inf")]
+    x = torch.cat((torch.linspace(-126, 0, 4075), torch.tensor([*far, -126.0, 0.0, 1e-6, -1e-6, float("nan")])))
+    found = torch.empty_like(x)
+    jit.op(_exp2)(words(x.data_ptr(), found.data_ptr(), x.shape[0]), alone=True)
+    cut = (found[:-1].view(torch.int32) >> 16 << 16).view(FP32).double()
+    exact = x[:-1].double().exp2()
+    near = exact >= 2.0**-126
+    assert ((cut - exact).abs() <= exact * (2**-8 + 1e-4))[near].all()
+    assert (cut[~near] == 0).all()
+    assert (~near).sum() == len(far)
+    assert found[-1].isnan()
 
 
 @pytest.mark.parametrize("case_of", ["no unit", "fp32", "head dim 16"])

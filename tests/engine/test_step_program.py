@@ -1,4 +1,4 @@
-"""Decode steps as one program are, bit for bit, what they are op by op: in every kind of model and with any rows."""
+"""Steps as one program are, bit for bit, what they are op by op: in every kind of model, whatever the step holds."""
 
 import random
 from dataclasses import replace
@@ -9,9 +9,11 @@ import torch
 from kernels import tiled_linear
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import GREEDY, KvDtype, KvSpec
+from kvoy.engine import step_program
 from kvoy.engine.kv_cache import KvLayout, KvPool
 from kvoy.engine.model import Decoder
 from kvoy.engine.spec import LayerSpec, ModelSpec, RopeSpec, weight_shapes
+from kvoy.engine.step_program import StepPrograms
 from tests.engine.running import logits, poison
 
 BLOCK_TOKENS = 4
@@ -83,6 +85,14 @@ class Requests:
         chunks = tuple(PrefillRow(str(row), ids[row], 0, self.tables[row]) for row in range(ROWS))
         logits(decoder, pool, StepPlan(0, chunks))
 
+    def chunks(self, sizes: list[int]) -> tuple[PrefillRow, ...]:
+        """Each the start of a prompt, in blocks of a request from the end, which no step of few rows has."""
+        tables = self.tables[-len(sizes) :]
+        return tuple(
+            PrefillRow(f"chunk {place}", (5 + place,) * size, 0, tables[place], GREEDY)
+            for place, size in enumerate(sizes)
+        )
+
     def step(self, rows: range, later: int = 0) -> StepPlan:
         decodes = (
             DecodeRow(str(row), (7 * row + later) % 160, self._lengths[row] + later, self.tables[row], GREEDY)
@@ -98,22 +108,20 @@ def op_by_op(decoder: Decoder, pool: KvPool, plan: StepPlan) -> torch.Tensor:
 
 
 def count_programs(monkeypatch) -> list[int]:
-    """Rows of each step that a program ran from now on."""
-    from kvoy.engine.decode_program import DecodePrograms
-
+    """Tokens of each step that a program ran from now on."""
     rows: list[int] = []
-    run = DecodePrograms.run
+    run = StepPrograms.run
 
     def counted(self, hidden, angles, batch):
         rows.append(hidden.shape[0])
         return run(self, hidden, angles, batch)
 
-    monkeypatch.setattr(DecodePrograms, "run", counted)
+    monkeypatch.setattr(StepPrograms, "run", counted)
     return rows
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("pool_dtype", [KvDtype.BF16, KvDtype.FP32])
+@pytest.mark.parametrize("pool_dtype", [KvDtype.BF16, KvDtype.FP32, KvDtype.INT8])
 def test_a_step_of_any_rows_has_the_bits_it_has_op_by_op(monkeypatch, spec, pool_dtype):
     decoder, pool = make(spec), make_pool(spec, pool_dtype)
     requests, ran = Requests(decoder, pool), count_programs(monkeypatch)
@@ -135,15 +143,38 @@ def test_what_a_step_wrote_the_next_one_reads(monkeypatch):
     assert ran == [20] * 3
 
 
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("pool_dtype", [KvDtype.BF16, KvDtype.FP32, KvDtype.INT8])
+def test_chunks_and_rows_of_one_step_have_the_bits_they_have_op_by_op(monkeypatch, spec, pool_dtype):
+    """Steps differ in how many tokens they have and how many of those are chunks'; memory grows on the way."""
+    decoder, pool = make(spec), make_pool(spec, pool_dtype)
+    requests, ran = Requests(decoder, pool), count_programs(monkeypatch)
+    steps = [([1], 0), ([7, 20], 3), ([7, 20], 3), ([20, 7], 2), ([30] * 6, 12), ([30] * 20, 0), ([2], 128), ([1], 0)]
+    for chunks, rows in steps:
+        plan = replace(requests.step(range(rows)), prefill=requests.chunks(chunks))
+        found = logits(decoder, pool, plan)
+        assert not found.isnan().any()
+        assert torch.equal(found, op_by_op(decoder, pool, plan))
+    assert ran[-len(steps) :] == [sum(chunks) + rows for chunks, rows in steps]
+
+
 def test_steps_that_are_long_anyway_go_op_by_op(monkeypatch):
     decoder, pool = make(LLAMA), make_pool(LLAMA)
     requests, ran = Requests(decoder, pool), count_programs(monkeypatch)
+    monkeypatch.setattr(step_program, "_MOST_TOKENS", 128)
     together = logits(decoder, pool, requests.step(range(129)))
-    mixed = replace(requests.step(range(3)), prefill=(PrefillRow("chunk", (5,) * 9, 0, requests.tables[-1], GREEDY),))
-    logits(decoder, pool, mixed)
     assert ran == []
     torch.testing.assert_close(logits(decoder, pool, requests.step(range(128))), together[:128], rtol=0, atol=0)
     assert ran == [128]
+
+
+def test_no_more_programs_are_kept_than_are_likely_to_be_used_again(monkeypatch):
+    monkeypatch.setattr(step_program, "_KEPT_PROGRAMS", 3)
+    decoder, pool = make(LLAMA), make_pool(LLAMA)
+    requests = Requests(decoder, pool)
+    for rows in (1, 2, 3, 1, 4, 5):
+        logits(decoder, pool, requests.step(range(rows)))
+    assert list(decoder._programs[1]._programs) == [(1, 0), (4, 0), (5, 0)]
 
 
 def test_a_decoder_over_another_pool_works_in_that(monkeypatch):
@@ -156,13 +187,13 @@ def test_a_decoder_over_another_pool_works_in_that(monkeypatch):
     assert ran == [5] * 3
 
 
-@pytest.mark.parametrize("case", ["fp32", "int8 pool", "sizes", "no unit"])
+@pytest.mark.parametrize("case", ["fp32", "sizes", "no unit"])
 def test_what_has_no_compiled_twin_goes_op_by_op(monkeypatch, case):
     if case == "no unit":
-        monkeypatch.setattr(tiled_linear, "_multiplies", lambda: False)
+        monkeypatch.setattr(tiled_linear, "multiplies", lambda: False)
     spec = replace(LLAMA, ffn=72) if case == "sizes" else LLAMA
     decoder = make(spec, torch.float32 if case == "fp32" else torch.bfloat16)
-    pool = make_pool(spec, {"fp32": KvDtype.FP32, "int8 pool": KvDtype.INT8}.get(case, KvDtype.BF16))
+    pool = make_pool(spec, KvDtype.FP32 if case == "fp32" else KvDtype.BF16)
     requests, ran = Requests(decoder, pool), count_programs(monkeypatch)
     assert not logits(decoder, pool, requests.step(range(5))).isnan().any()
     assert ran == []
