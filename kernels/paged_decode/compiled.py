@@ -332,7 +332,8 @@ def _weigh(count, at, group, head_dim, padded, kv_code):
         largest = max(before, vectors.top(tops))
         total = vectors.splat(np.float32(0))
         for token in range(0, count, LANES):
-            weight = vectors.exp(vectors.sub(vectors.load_fp32(scores + token * 4), vectors.splat(largest)))
+            behind = vectors.sub(vectors.load_fp32(scores + token * 4), vectors.splat(largest))
+            weight = rows.notable(vectors.exp(behind))
             total = vectors.add(total, weight)
             if kv_code == INT8:
                 weight = vectors.mul(weight, vectors.load_fp32(at.v_steps + token * 4))

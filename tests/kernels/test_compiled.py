@@ -1,5 +1,6 @@
 """What holds of compiled ops alone: threads, workspace and memory, and where they are compiled and kept."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 from unittest.mock import Mock
 
 import numba
+import numpy as np
 import pytest
 import torch
 from numba.core.runtime import rtsys
@@ -19,10 +21,11 @@ from kernels.kv_write import reference as kv_write_reference
 from kernels.paged import KvFormat, PoolShape
 from kernels.paged_decode import PagedDecode
 from kernels.paged_decode import compiled as paged_decode
+from kernels.paged_decode import rows as decode_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from tests.architecture.sources import ROOT
 from tests.kernels.oracle import INT8, pool_of
-from tests.kernels.paged_case import HEAD_DIM, HEADS, KV_HEADS, SCALE, Guarded, PagedCase
+from tests.kernels.paged_case import BLOCK_TOKENS, GROUP, HEAD_DIM, HEADS, KV_HEADS, SCALE, Guarded, PagedCase
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTHS = [1, 1101, 0, 17, 513, 1024, 64]
@@ -86,6 +89,65 @@ def test_one_plan_serves_layers_one_after_the_other():
     assert torch.equal(outs[1], outs[2])
     assert torch.equal(outs[0], alone)
     assert not torch.equal(outs[0], outs[1])
+
+
+def test_a_call_follows_one_plan_after_the_other():
+    case, q = decode_case(INT8)
+    out, expected = torch.empty_like(q), torch.empty_like(q)
+    call = paged_decode.call(q, case.kv, SCALE, out)
+    for order in (slice(None), torch.arange(len(LENGTHS) - 1, -1, -1)):
+        for window_tokens in (None, 600):
+            plan = paged_decode.plan(case.tables[order], case.kv_lengths[order], q, case.kv, window_tokens)
+            paged_decode.run(plan, q, case.kv, SCALE, expected)
+            out.fill_(float("nan"))
+            paged_decode.follow(call, plan)
+            call.run()
+            assert torch.equal(out, expected)
+
+
+def _few_and_totals(given):
+    vectors.store_fp32(decode_rows.notable(vectors.load_fp32(given[0])), given[1])
+    vectors.store_fp32(decode_rows.totals(given[0]), given[1] + 64)
+
+
+def test_weights_of_nothing_are_zeros_and_sixteen_vectors_are_added_up_at_once():
+    x = torch.randn(16, 16)
+    x[0, :5] = torch.tensor([0.0, 2.0**-126, 2.0**-101, 2.0**-100, float("nan")])
+    x[0, 5:] = 1
+    out = torch.empty(2, 16)
+    jit.op(_few_and_totals)(words(x.data_ptr(), out.data_ptr()), alone=True)
+    assert out[0, :3].tolist() == [0, 0, 0]
+    assert out[0, 4].isnan()
+    assert torch.equal(out[0, [3, *range(5, 16)]], x[0, [3, *range(5, 16)]])
+    assert out[1, 0].isnan()
+    torch.testing.assert_close(out[1, 1:].double(), x[1:].double().sum(1), atol=1e-5, rtol=0)
+
+
+def test_another_op_may_do_pieces_in_its_own_order_from_and_to_other_memory():
+    case, q = decode_case(KvFormat(BF16), BF16)
+    plan, expected = plan_of(case, q), torch.empty_like(q)
+    paged_decode.run(plan, q, case.kv, SCALE, expected)
+    code = jit.BF16
+    numbers = paged_decode.scratch_numbers(GROUP, HEAD_DIM, BLOCK_TOKENS, code)
+    wide = torch.full((len(LENGTHS), HEADS + 1, HEAD_DIM), float("nan"))
+
+    def attend(given):
+        scratch = jit.scratch(numbers)
+        followed = jit.int64s(given[0], 13)
+        queries = paged_decode.HeadRows(given[1], HEADS * HEAD_DIM * 2, HEAD_DIM * 2, jit.BF16)
+        out = paged_decode.HeadRows(given[2], (HEADS + 1) * HEAD_DIM * 4, HEAD_DIM * 4, jit.FP32)
+        for item in range(followed[1] - 1, -1, -1):
+            paged_decode.attend_piece(
+                followed, item, item, given[3], np.float32(SCALE), queries, out, scratch,
+                GROUP, HEAD_DIM, BLOCK_TOKENS, code,
+            )  # fmt: skip
+
+    call = paged_decode.call(q, case.kv, SCALE, expected)
+    paged_decode.follow(call, plan)
+    given = words(ctypes.addressof(call.words), q.data_ptr(), wide.data_ptr(), case.kv.tiles.data_ptr())
+    jit.op(attend)(given, alone=True)
+    assert torch.equal(wide[:, :HEADS].bfloat16(), expected)
+    assert wide[:, HEADS].isnan().all()
 
 
 def test_decode_asks_for_no_memory():

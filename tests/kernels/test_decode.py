@@ -19,7 +19,7 @@ CASES = [
     # Each size with each of the others' kinds at least once; all orders of a pool.
     (Sizes(2, 32, 8), "bf16", BF16, 5, "BHLNC"),
     (Sizes(3, 64, 16), "int8", BF16, None, "LBHNC"),
-    (Sizes(4, 80, 32), "fp32", BF16, 700, "LHBNC"),
+    (Sizes(20, 80, 24), "fp32", BF16, 700, "LHBNC"),
     (Sizes(8, 96, 4), "bf16", FP32, 600, "HBLNC"),
     (Sizes(2, 128, 32), "int8", FP32, 16, "HLBNC"),
     (Sizes(1, 128, 16), "fp32", FP32, None, "BLHNC"),
