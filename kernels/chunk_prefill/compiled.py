@@ -30,11 +30,11 @@ from kernels.jit import BF16
 from kernels.paged import PagedLayer
 from kernels.vectors import LANES
 
-_SPAN_NUMBERS = 32768
-"""Of keys in a span; with their values 128 KiB."""
+_SPAN_NUMBERS = 65536
+"""Of keys in a span; with their values 256 KiB."""
 _STEP = 64
 """Keys whose scores are computed at once: four tiles."""
-_PIECE_NUMBERS, _MOST_TILES = 16384, 16
+_PIECE_NUMBERS, _MOST_TILES = 32768, 16
 """Of the rows of a piece of work, and tiles of them: with their sums they stay in a core's cache, beside a span."""
 _PIECES_PER_THREAD = 3
 _MOST_DIMS = 256

@@ -81,13 +81,13 @@ def test_pools_of_other_formats_are_read_as_bf16(fmt, order):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_query_has_the_same_bits_in_any_company_and_however_its_prompt_is_cut(window_tokens, threads):
     sizes = Sizes(3, 64, 16)
-    case = PagedCase([900, 300, 700], BF16, sizes=sizes)
-    q = queries_of([900, 300, 700], sizes)
-    together = attend(case, q, [900, 300, 700], window_tokens)
+    case = PagedCase([1300, 300, 700], BF16, sizes=sizes)
+    q = queries_of([1300, 300, 700], sizes)
+    together = attend(case, q, [1300, 300, 700], window_tokens)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     for cut in (1, 5, 16, 128, 333):
-        for end in range(cut, 901, 3 * cut):
+        for end in range(cut, 1301, 3 * cut):
             case.kv_lengths[0] = end
             found = attend(case, q[end - cut : end], [cut], window_tokens, slice(0, 1))
             assert torch.equal(found, together[end - cut : end])
