@@ -49,7 +49,7 @@ def expected(case: PagedCase, row: int, q: Tensor, window_tokens: int | None) ->
 @pytest.mark.parametrize("window_tokens", [None, 1, 40, 1500])
 @pytest.mark.parametrize(
     "sizes",
-    [Sizes(3, 64, 16), Sizes(1, 32, 4), Sizes(8, 128, 32), Sizes(4, 256, 16), Sizes(2, 96, 24)],
+    [Sizes(3, 64, 16), Sizes(1, 128, 4), Sizes(4, 256, 32), Sizes(2, 96, 24)],
     ids=str,
 )
 def test_it_equals_float64_attention(sizes, window_tokens):
@@ -87,7 +87,7 @@ def test_a_query_has_the_same_bits_in_any_company_and_however_its_prompt_is_cut(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     for cut in (1, 5, 16, 128, 333):
-        for end in range(cut, 1301, 3 * cut):
+        for end in range(cut, 1301, 7 * cut):
             case.kv_lengths[0] = end
             found = attend(case, q[end - cut : end], [cut], window_tokens, slice(0, 1))
             assert torch.equal(found, together[end - cut : end])
