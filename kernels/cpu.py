@@ -8,19 +8,27 @@ interface, which is that of GCC.
 
 import ctypes
 import functools
+import os
 import platform
+import re
+import resource
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 _MACHINES = {"x86_64", "aarch64"}
+_STACK_BYTES = 2 << 20
+"""Of each thread: what ops compute with lies there, up to 1 MiB."""
+_SIZES = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 @functools.cache
 def compiles() -> bool:
     """True where Numba is installed (the extra ``cpu``), torch runs on GNU's OpenMP, and a small op came out right."""
-    if platform.machine() not in _MACHINES or openmp() is None:
+    if platform.machine() not in _MACHINES or openmp() is None or stack_bytes(os.environ) < _STACK_BYTES:
         return False
     try:
         from kernels.vectors import works  # noqa: PLC0415 (numba: only where it is installed)
@@ -41,6 +49,15 @@ def openmp() -> ctypes.CDLL | None:
     for path in sorted(paths, key=lambda path: not path.startswith(beside_torch)):
         return ctypes.CDLL(path)
     return None
+
+
+def stack_bytes(environment: Mapping[str, str]) -> int:
+    """The least that a thread's stack may grow to: what the system gives, or OpenMP was told to give its threads."""
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    told = (environment.get(name, "") for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE"))
+    found = (re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", words, re.IGNORECASE) for words in told)
+    sizes = [int(size[1]) * _SIZES[size[2].lower() or "k"] for size in found if size]
+    return min([sys.maxsize if limit == resource.RLIM_INFINITY else limit, *sizes])
 
 
 class Op:

@@ -4,10 +4,12 @@ An op is a function of ``words`` (kernels/cpu.py) that every thread of a team ru
 Addresses are plain integers. What an op computes with is in kernels/vectors.py.
 """
 
+import gc
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import numba
@@ -43,7 +45,8 @@ def _has_cache() -> bool:
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 """All of fast arithmetic but the promise that there is no NaN: those must come through."""
-_OPTIONS = {"fastmath": _FAST, "error_model": "numpy", "cache": _has_cache()}
+_OPTIONS = {"fastmath": _FAST, "error_model": "numpy"}
+_HAS_CACHE = _has_cache()
 _WORDS = types.void(types.CPointer(types.int64))
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 
@@ -53,7 +56,15 @@ inner = numba.njit(inline="always", **_OPTIONS)
 
 def op(function: Callable[[Any], None]) -> Op:
     """Compile ``function(words)``, or read what it was compiled to before (Numba keeps it in its cache)."""
-    compiled = numba.cfunc(_WORDS, **_OPTIONS)(function)
+    collects = gc.isenabled()
+    gc.disable()  # a compiler makes a million objects, and looking for cycles among them takes a third of its time
+    try:
+        compiled = numba.cfunc(_WORDS, cache=_HAS_CACHE, **_OPTIONS)(function)
+    except (OSError, EOFError, PickleError, ValueError, TypeError):  # a file cut short, a full disk: do without
+        compiled = numba.cfunc(_WORDS, **_OPTIONS)(function)
+    finally:
+        if collects:
+            gc.enable()
     return Op(compiled.address, compiled)
 
 

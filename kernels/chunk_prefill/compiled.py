@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels import amx, jit, vectors
 from kernels.amx import DEPTH, TILE_BYTES, TILE_ROWS
 from kernels.chunk_prefill import spans, weights
+from kernels.chunk_prefill.spans import STEP
 from kernels.cpu import Call, Op, words
 from kernels.jit import BF16
 from kernels.paged import PagedLayer
@@ -32,8 +33,6 @@ from kernels.vectors import LANES
 
 _SPAN_NUMBERS = 65536
 """Of keys in a span; with their values 256 KiB."""
-_STEP = 64
-"""Keys whose scores are computed at once: four tiles."""
 _PIECE_NUMBERS, _MOST_TILES = 32768, 16
 """Of the rows of a piece of work, and tiles of them: with their sums they stay in a core's cache, beside a span."""
 _PIECES_PER_THREAD = 3
@@ -154,7 +153,7 @@ def _op(head_dim: int, kv_code: int) -> Op:
 
 
 def _keys_of_span(head_dim: int) -> int:
-    return _SPAN_NUMBERS // head_dim // _STEP * _STEP
+    return _SPAN_NUMBERS // head_dim // STEP * STEP
 
 
 def _sums_bytes(head_dim: int) -> int:
@@ -216,7 +215,7 @@ def _attend_span(
     """A tile of rows, from ``row`` to ``end_row``, over what they see of a span."""
     first, last = position + row // group, position + (end_row - 1) // group
     first_seen, all_from = max(0, first - window + 1) if window else 0, max(0, last - window + 1) if window else 0
-    low, high = max(0, first_seen - begin) // _STEP * _STEP, min(span_keys, last + 1 - begin)
+    low, high = max(0, first_seen - begin) // STEP * STEP, min(span_keys, last + 1 - begin)
     if low >= high:
         return
     is_first = first_seen >= begin
@@ -225,9 +224,9 @@ def _attend_span(
         vectors.store_fp32(vectors.splat(_HIDDEN), largest)
     for i in range(TILE_ROWS):
         vectors.store_fp32(vectors.splat(_HIDDEN), best + i * 64)
-    for key in range(low, high, _STEP):
+    for key in range(low, high, STEP):
         _score(rows, keys + key * head_dim * 2, scores + key * 64, head_dim)
-        if begin + key + _STEP > first + 1 or begin + key < all_from:
+        if begin + key + STEP > first + 1 or begin + key < all_from:
             _mask(position, row, group, window, begin + key, scores + key * 64)
         _find_best(scores + key * 64, best)
     _update(best, largest, sums, scale, is_first)
@@ -266,7 +265,7 @@ def _mask(position, row, group, window, key, scores):
     here, member = position + row // group, row % group
     for i in range(TILE_ROWS):
         first = max(here - window + 1, 0) if window else 0
-        for tile in range(_STEP // LANES):
+        for tile in range(STEP // LANES):
             at, lane = scores + tile * TILE_BYTES + i * 64, key + tile * LANES
             vectors.store_fp32(vectors.keep(vectors.load_fp32(at), first - lane, here + 1 - lane), at)
         member += 1

@@ -11,14 +11,18 @@ from kernels.chunk_prefill.weights import store_pairs
 from kernels.jit import BF16, FP32, INT8
 from kernels.vectors import LANES
 
+STEP = 64
+"""Keys whose scores are computed at once: four tiles."""
+
 
 @jit.inner
 def lay_out(
     table, pool, block_step, block_tokens, begin, first_key, end_key, keys, values, lines, staging, head_dim, kv_code
 ):  # fmt: skip
-    """Keys and values of a span as right tiles; zeros before ``first_key`` and from ``end_key`` to the next 32nd."""
+    """Keys and values of a span as right tiles. What no row sees is multiplied by weights of zero, and is zeros: from a
+    multiple of STEP to ``first_key``, and from ``end_key`` to the next 32nd."""
     found = jit.int64s(lines, DEPTH)
-    for key in range(max(begin, first_key // DEPTH * DEPTH), end_key, DEPTH):
+    for key in range(max(begin, first_key // STEP * STEP), end_key, DEPTH):
         _find(table, pool, block_step, block_tokens, key, first_key, end_key, lines, staging, head_dim, kv_code)
         tile = (key - begin) * head_dim * 2
         for half in range(2):

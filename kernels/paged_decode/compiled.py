@@ -52,6 +52,9 @@ _line, _span_blocks, _chunk_blocks, _padded = map(
 )
 """The same for ops."""
 
+_MOST_SCRATCH_BYTES = 1 << 20
+"""On a thread's stack."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -70,8 +73,11 @@ class Plan:
 
 
 def serves(q: Tensor, kv: PagedLayer) -> bool:
-    """Whether these dtypes are compiled for."""
-    return q.dtype in jit.FLOATS and kv.format.dtype in jit.CODES and kv.head_dim % LANES == 0
+    """Whether these dtypes and sizes are compiled for."""
+    if not (q.dtype in jit.FLOATS and kv.format.dtype in jit.CODES and kv.head_dim % LANES == 0):
+        return False
+    sizes = q.shape[1] // kv.kv_heads, kv.head_dim, kv.block_tokens, jit.CODES[kv.format.dtype]
+    return scratch_numbers(*sizes) * 4 <= _MOST_SCRATCH_BYTES
 
 
 def plan(block_tables: Tensor, kv_lengths: Tensor, q: Tensor, kv: PagedLayer, window_tokens: int | None) -> Plan:

@@ -32,6 +32,7 @@ def serves(*weights: Tensor) -> bool:
     fitting = all(
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
+        and weight.numel() > 0
         and weight.shape[0] % HALF == 0
         and weight.shape[1] % DEPTH == 0
         for weight in weights

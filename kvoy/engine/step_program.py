@@ -117,11 +117,12 @@ class StepPrograms:
     def serve(self) -> bool:
         """Whether the ops beside the products have compiled twins, too."""
         memory, kv = self._memory, self._pool.layer(0)
+        q = memory.qkv[:, : self._spec.heads]
         return all(
             rms_norm.serves(memory.branch, layer.ffn_norm, memory.normed, memory.hidden)
             and kv_write.serves(memory.qkv, self._angles[layer.spec.rope], kv, layer.qk_norm)
-            and paged_decode.serves(memory.qkv, kv)
-            and chunk_prefill.serves(memory.qkv, kv)
+            and paged_decode.serves(q, kv)
+            and chunk_prefill.serves(q, kv)
             for layer in self._layers
         )
 

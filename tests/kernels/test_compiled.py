@@ -25,7 +25,7 @@ from kernels.paged_decode import rows as decode_rows
 from kernels.rms_norm import add_rms_norm, rms_norm
 from tests.architecture.sources import ROOT
 from tests.kernels.oracle import INT8, pool_of
-from tests.kernels.paged_case import BLOCK_TOKENS, GROUP, HEAD_DIM, HEADS, KV_HEADS, SCALE, Guarded, PagedCase
+from tests.kernels.paged_case import BLOCK_TOKENS, GROUP, HEAD_DIM, HEADS, KV_HEADS, SCALE, Guarded, PagedCase, Sizes
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTHS = [1, 1101, 0, 17, 513, 1024, 64]
@@ -324,7 +324,7 @@ kv.values.fill_(3)
 q, out = torch.ones(1, 1, 16), torch.empty(1, 1, 16)
 one = torch.ones(1, dtype=torch.int32)
 PagedDecode(one.view(1, 1), one, 1)(q, kv, scale=1.0, window_tokens=None, out=out)
-print(out.unique().tolist(), jit._OPTIONS["cache"])
+print(out.unique().tolist(), jit._HAS_CACHE)
 """
 
 
@@ -350,6 +350,44 @@ def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     assert len([path for path in first if path.endswith(".nbc")]) == 2
     assert run_program(tmp_path) == "[3.0] True"
     assert kept() == first
+
+
+def test_what_was_kept_and_is_broken_is_compiled_again(tmp_path):
+    """As after a loss of power, or on a disk that was full."""
+    assert run_program(tmp_path) == "[3.0] True"
+    for path in tmp_path.rglob("*.nbc"):
+        path.write_bytes(path.read_bytes()[:100])
+    assert run_program(tmp_path) == "[3.0] True"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 8 << 20),
+        ({"OMP_STACKSIZE": "256k"}, 256 << 10),
+        ({"OMP_STACKSIZE": "300"}, 300 << 10),
+        ({"GOMP_STACKSIZE": " 1 M "}, 1 << 20),
+        ({"OMP_STACKSIZE": "2g"}, 8 << 20),
+        ({"OMP_STACKSIZE": "much"}, 8 << 20),
+    ],
+)
+def test_the_least_stack_of_a_thread_is_known(monkeypatch, environment, expected):
+    monkeypatch.setattr(cpu.resource, "getrlimit", lambda _: (8 << 20, cpu.resource.RLIM_INFINITY))
+    assert cpu.stack_bytes(environment) == expected
+    monkeypatch.setattr(cpu.resource, "getrlimit", lambda _: (cpu.resource.RLIM_INFINITY,) * 2)
+    assert cpu.stack_bytes({}) > 1 << 40
+
+
+def test_ops_that_a_stack_has_no_room_for_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(cpu, "stack_bytes", lambda _: 1 << 20)
+    cpu.compiles.cache_clear()
+    assert not cpu.compiles()
+    monkeypatch.undo()
+    cpu.compiles.cache_clear()
+    assert cpu.compiles()
+    case = PagedCase([100], BF16, sizes=Sizes(16, 32, 1 << 17))
+    q = torch.randn(1, case.sizes.heads, 32).to(BF16)
+    assert not paged_decode.serves(q, case.kv)
 
 
 def test_dtypes_that_are_not_compiled_for_are_left_to_torch():

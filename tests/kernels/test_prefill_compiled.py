@@ -107,6 +107,22 @@ def test_what_a_query_does_not_see_never_reaches_it():
         assert torch.equal(attend(case, q[:600], [600], 40), clean[:600])
 
 
+@pytest.mark.parametrize("window_tokens", [1, 3, 16, 40])
+def test_what_lies_on_the_stack_never_reaches_a_query(window_tokens):
+    """Keys before the first one seen have weights of zero: they must not meet what another request left behind."""
+    sizes = Sizes(3, 64, 16)
+    for length in range(65, 200, 5):
+        case = PagedCase([length + 300, length], BF16, sizes=sizes)
+        case.dense[0][:] = float("nan")
+        case.store(0)
+        q = queries_of([200, 1], sizes)
+        starts = torch.tensor([0, 200, 201], dtype=torch.int32)
+        out = torch.empty_like(q)
+        op = ChunkPrefill(case.tables, starts, case.kv_lengths, 200)
+        op(q, case.kv, scale=SCALE, window_tokens=window_tokens, out=out)
+        torch.testing.assert_close(out[200:].double(), expected(case, 1, q[200:], window_tokens), rtol=0, atol=2e-2)
+
+
 def test_scores_may_be_large_or_alike():
     sizes = Sizes(3, 64, 16)
     case = PagedCase([300], BF16, sizes=sizes)
