@@ -1,9 +1,8 @@
 """Whether ops can be compiled for this CPU, and how torch's own threads run a compiled one. Compiles nothing itself.
 
 A compiled op (kernels/jit.py) is a function of an array of words; what it is called with is a value, a Call, which
-kernels/program.py strings together. Threads of a second pool would fight torch's for the
-cores, as both wait spinning for work; so the team that runs an op is the one of torch's OpenMP library, asked by its C
-interface, which is that of GCC.
+kernels/program.py strings together. Threads of a second pool would fight torch's for the cores, as both wait spinning
+for work; so the team that runs an op is the one of torch's OpenMP library, asked by its C interface, which is GCC's.
 """
 
 import ctypes

@@ -17,12 +17,26 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
 from kernels.cpu import words
-from kernels.jit import BF16, FP32, I8, I16, I32, INT8, converting, fp32_number, fp32s, inner, item_bytes, number_of, op
+from kernels.jit import (
+    BF16,
+    FP32,
+    I8,
+    I16,
+    I32,
+    I64,
+    INT8,
+    converting,
+    fp32_number,
+    fp32s,
+    inner,
+    item_bytes,
+    number_of,
+    op,
+)
 
 LANES = 16
 """Numbers in one vector: an AVX-512 register, or two or four of a smaller CPU."""
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_I64 = ir.IntType(64)
 
 
 class _Lanes(types.Type):
@@ -277,7 +291,7 @@ def keep(_typing: Any, _a: Any, _first: Any, _end: Any) -> Any:
     """Lanes ``first`` to ``end``, both of any size; -inf in all others, whatever was in them."""
 
     def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
-        kind = _vector_of(_I64)
+        kind = _vector_of(I64)
         lanes = ir.Constant(kind, list(range(LANES)))
         zeros = ir.Constant(_vector_of(I32), [0] * LANES)
 
@@ -302,14 +316,14 @@ def transpose(_typing: Any, _rows: Any, _offset: Any, _into: Any) -> Any:
     bits, and nothing ever moves from one 128 bits to others but on its way from memory."""
 
     def build(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
-        table = builder.inttoptr(given[0], _I64.as_pointer())
-        rows_at = [builder.load(builder.gep(table, [ir.Constant(_I64, row)]), align=8) for row in range(LANES)]
+        table = builder.inttoptr(given[0], I64.as_pointer())
+        rows_at = [builder.load(builder.gep(table, [ir.Constant(I64, row)]), align=8) for row in range(LANES)]
         starts = [builder.add(row_at, given[1]) for row_at in rows_at]
         for quarter in range(4):
             parts = [_load_quarter(builder, start, quarter) for start in starts]
             rows = [_joined(builder, [parts[row + 4 * k] for k in range(4)]) for row in range(4)]
             for column, found in enumerate(_transposed_by_four(builder, rows)):
-                into = builder.add(given[2], ir.Constant(_I64, (quarter * 4 + column) * 64))
+                into = builder.add(given[2], ir.Constant(I64, (quarter * 4 + column) * 64))
                 builder.store(found, builder.inttoptr(into, _vector_of(I32).as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -317,7 +331,7 @@ def transpose(_typing: Any, _rows: Any, _offset: Any, _into: Any) -> Any:
 
 
 def _load_quarter(builder: Any, start: Any, quarter: int) -> Any:
-    address = builder.add(start, ir.Constant(_I64, quarter * 16))
+    address = builder.add(start, ir.Constant(I64, quarter * 16))
     return builder.load(builder.inttoptr(address, ir.VectorType(I32, 4).as_pointer()), align=4)
 
 

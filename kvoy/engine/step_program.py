@@ -160,18 +160,19 @@ class StepPrograms:
     def _follow(self, step: _Step, batch: Batch) -> list[object]:
         """Tell what attends where the KV of this step lies. What is returned holds what it was told of."""
         q, kv = step.memory.qkv[:, : self._spec.heads], self._pool.layer(0)
-        windows = {each.window_tokens for each in step.attending}
-        chunks = {
-            window: chunk_prefill.plan(*batch.chunk_prefill.tables, q, kv, window)
-            for window in windows
-            if batch.chunk_prefill is not None
-        }
-        decodes = {window: paged_decode.plan(*batch.paged_decode.tables, q, kv, window) for window in windows}
+        chunks: dict[int | None, chunk_prefill.Plan] = {}
+        decodes: dict[int | None, paged_decode.Plan] = {}
         for each in step.attending:
+            window = each.window_tokens
             if each.is_prefill:
-                chunk_prefill.follow(each.call, chunks[each.window_tokens])
+                if window not in chunks:
+                    assert batch.chunk_prefill is not None
+                    chunks[window] = chunk_prefill.plan(*batch.chunk_prefill.tables, q, kv, window)
+                chunk_prefill.follow(each.call, chunks[window])
             else:
-                paged_decode.follow(each.call, decodes[each.window_tokens])
+                if window not in decodes:
+                    decodes[window] = paged_decode.plan(*batch.paged_decode.tables, q, kv, window)
+                paged_decode.follow(each.call, decodes[window])
         return [chunks, decodes]
 
     def _step(self, tokens: int, chunks: int) -> _Step:

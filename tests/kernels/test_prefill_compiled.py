@@ -46,6 +46,15 @@ def expected(case: PagedCase, row: int, q: Tensor, window_tokens: int | None) ->
     return scaled_dot_product_attention(q.double().transpose(0, 1), k, v, seen, scale=SCALE).transpose(0, 1)
 
 
+def assert_right(case: PagedCase, q: Tensor, window_tokens: int | None, near: float) -> None:
+    """Of CHUNKS at the ends of all rows."""
+    out, first = attend(case, q, CHUNKS, window_tokens), 0
+    for row, chunk in enumerate(CHUNKS):
+        own = slice(first, first + chunk)
+        torch.testing.assert_close(out[own].double(), expected(case, row, q[own], window_tokens), rtol=0, atol=near)
+        first += chunk
+
+
 @pytest.mark.parametrize("window_tokens", [None, 1, 40, 1500])
 @pytest.mark.parametrize(
     "sizes",
@@ -56,11 +65,7 @@ def test_it_equals_float64_attention(sizes, window_tokens):
     case = PagedCase(LENGTHS, BF16, sizes=sizes)
     q = queries_of(CHUNKS, sizes)
     assert compiled.serves(q, case.kv)
-    out, first = attend(case, q, CHUNKS, window_tokens), 0
-    for row, chunk in enumerate(CHUNKS):
-        own = slice(first, first + chunk)
-        torch.testing.assert_close(out[own].double(), expected(case, row, q[own], window_tokens), rtol=0, atol=2e-2)
-        first += chunk
+    assert_right(case, q, window_tokens, 2e-2)
 
 
 @pytest.mark.parametrize("fmt", [KvFormat(FP32), INT8], ids=["fp32", "int8"])
@@ -70,11 +75,7 @@ def test_pools_of_other_formats_are_read_as_bf16(fmt, order):
     case = PagedCase(LENGTHS, FP32, order, fmt, sizes)
     q = queries_of(CHUNKS, sizes)
     assert compiled.serves(q, case.kv)
-    out, first = attend(case, q, CHUNKS, None), 0
-    for row, chunk in enumerate(CHUNKS):
-        own = slice(first, first + chunk)
-        torch.testing.assert_close(out[own].double(), expected(case, row, q[own], None), rtol=0, atol=3e-2)
-        first += chunk
+    assert_right(case, q, None, 3e-2)
 
 
 @pytest.mark.parametrize("window_tokens", [None, 40])
