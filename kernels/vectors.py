@@ -4,6 +4,7 @@ One vector is 16 numbers whatever the CPU has; rows are whole vectors. Sums are 
 row's own size alone. LLVM makes registers of them (an IR type), Numba passes them around (a type of its own).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,22 @@ def _load(builder: Any, address: Any, kind: Any, size_bytes: int) -> Any:
     return builder.load(builder.inttoptr(address, _vector_of(kind).as_pointer()), align=size_bytes)
 
 
+def build_load(builder: Any, address: Any, dtype: int) -> Any:
+    """The instructions of ``load``."""
+    if dtype == FP32:
+        return _load(builder, address, ir.FloatType(), 4)
+    if dtype == INT8:
+        return builder.sitofp(_load(builder, address, I8, 1), _VECTOR)
+    wide = builder.zext(_load(builder, address, I16, 2), _vector_of(I32))
+    return builder.bitcast(builder.shl(wide, _each(ir.Constant(I32, 16))), _VECTOR)
+
+
+def build_fma(builder: Any, *given: Any) -> Any:
+    """The instructions of ``fma``."""
+    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    return builder.call(get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), given)
+
+
 def _loading(build_value: Callable[[Any, Any], Any]) -> Any:
     @intrinsic
     def at(_typing: Any, _address: Any) -> Any:
@@ -74,14 +91,8 @@ def _loading(build_value: Callable[[Any, Any], Any]) -> Any:
     return at
 
 
-load_fp32 = _loading(lambda b, address: _load(b, address, ir.FloatType(), 4))
+load_fp32, load_bf16, load_int8 = (_loading(functools.partial(build_load, dtype=dtype)) for dtype in (FP32, BF16, INT8))
 """Numbers at an address, widened; no alignment is asked for."""
-load_bf16 = _loading(
-    lambda b, address: b.bitcast(
-        b.shl(b.zext(_load(b, address, I16, 2), _vector_of(I32)), _each(ir.Constant(I32, 16))), _VECTOR
-    )
-)
-load_int8 = _loading(lambda b, address: b.sitofp(_load(b, address, I8, 1), _VECTOR))
 
 
 @inner
@@ -115,12 +126,7 @@ def splat_at(address):
 @intrinsic
 def fma(_typing: Any, _a: Any, _b: Any, _c: Any) -> Any:
     """As a * b + c, rounded once."""
-
-    def build(_context: Any, builder: Any, _signature: Any, given: Any) -> Any:
-        kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-        return builder.call(get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), given)
-
-    return _lanes(_lanes, _lanes, _lanes), build
+    return _lanes(_lanes, _lanes, _lanes), lambda _context, builder, _signature, given: build_fma(builder, *given)
 
 
 @intrinsic

@@ -13,8 +13,8 @@ from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
-from kernels.jit import BF16, FP32, I8, I16, I32, I64, INT8
-from kernels.vectors import KIND, LANES
+from kernels.jit import BF16, FP32, I8, I32, I64, item_bytes
+from kernels.vectors import KIND, LANES, build_fma, build_load
 
 _MOST_SUMS = 16 if binding.get_host_cpu_features().get("avx512f") else 4
 """Vectors that are added to for one token: half the registers of a CPU, of which a vector may take several."""
@@ -52,42 +52,15 @@ def _pointer(builder: Any, address: Any, offset_bytes: int, kind: Any) -> Any:
     return builder.inttoptr(builder.add(address, ir.Constant(I64, offset_bytes)), kind.as_pointer())
 
 
-def _fma(builder: Any, *given: Any) -> Any:
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), given)
-
-
 def _splat(builder: Any, number: Any) -> Any:
     first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, first, ir.Constant(_INTEGERS, [0] * LANES))
 
 
-def _same(_builder: Any, x: Any) -> Any:
-    return x
-
-
-def _of_bf16(builder: Any, x: Any) -> Any:
-    wide = builder.zext(x, _INTEGERS)
-    return builder.bitcast(builder.shl(wide, ir.Constant(_INTEGERS, [16] * LANES)), _VECTOR)
-
-
-def _of_int8(builder: Any, x: Any) -> Any:
-    return builder.sitofp(x, _VECTOR)
-
-
-_KINDS: dict[int, tuple[Any, int, Callable[[Any, Any], Any]]] = {
-    FP32: (_FLOAT, 4, _same),
-    BF16: (I16, 2, _of_bf16),
-    INT8: (I8, 1, _of_int8),
-}
-"""By dtype: a number in memory, its bytes, what makes fp32 of 16 of them."""
-
-
 def _load(builder: Any, address: Any, dtype: int, count: int) -> list[Any]:
-    number, size_bytes, widen = _KINDS[dtype]
-    kind = ir.VectorType(number, LANES)
-    starts = [_pointer(builder, address, i * size_bytes, kind) for i in range(0, count, LANES)]
-    return [widen(builder, builder.load(start, align=size_bytes)) for start in starts]
+    step_bytes = LANES * item_bytes.py_func(dtype)
+    starts = [builder.add(address, ir.Constant(I64, i * step_bytes)) for i in range(count // LANES)]
+    return [build_load(builder, start, dtype) for start in starts]
 
 
 def literal(compute: Callable[[int, int, int], int]) -> Any:
@@ -118,7 +91,7 @@ def send_for(_typing: Any, _address: Any, dtype: Any, count: Any) -> Any:
     def build(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [I8.as_pointer()], kind)
-        for offset in range(0, count.literal_value * _KINDS[dtype.literal_value][1], _LINE_BYTES):
+        for offset in range(0, count.literal_value * item_bytes.py_func(dtype.literal_value), _LINE_BYTES):
             how = (ir.Constant(I32, number) for number in (0, 2, 1))  # to read, from the second cache on, no code
             builder.call(prefetch, [_pointer(builder, given[0], offset, I8), *how])
         return context.get_dummy_value()
@@ -219,7 +192,7 @@ def products(_typing: Any, key: Any, queries: Any) -> Any:
         for start in range(0, len(others), len(parts)):
             one = builder.fmul(parts[0], others[start])
             for i in range(1, len(parts)):
-                one = _fma(builder, parts[i], others[start + i], one)
+                one = build_fma(builder, parts[i], others[start + i], one)
             found.append(one)
         return _row_of(builder, found)
 
@@ -235,7 +208,7 @@ def add_weighted(_typing: Any, sums: Any, value: Any, _weights: Any, _step_bytes
         address, found = given[2], []
         for start in range(0, len(before), len(parts)):
             weight = _splat(builder, builder.load(_pointer(builder, address, 0, _FLOAT), align=4))
-            found += [_fma(builder, part, weight, before[start + i]) for i, part in enumerate(parts)]
+            found += [build_fma(builder, part, weight, before[start + i]) for i, part in enumerate(parts)]
             address = builder.add(address, given[3])
         return _row_of(builder, found)
 
