@@ -4,6 +4,7 @@ Weights come under the names of kvoy.engine.spec and are made ready once (q, k, 
 CPU can). Attention reads and writes the paged pool through kernels/; requests and sampling are unknown here.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from kvoy.engine.batch import Batch
 from kvoy.engine.head import make_head
 from kvoy.engine.kv_cache import KvPool
 from kvoy.engine.layers import ACTIVATIONS, Layer, Making, Rope, try_packing
+from kvoy.engine.memory import forget_file_pages
 from kvoy.engine.row_invariance import RowInvariance, RowOp
 from kvoy.engine.spec import ModelSpec, RopeSpec
 
@@ -50,7 +52,7 @@ class Decoder:
         making = Making(device.type == "cpu" and try_packing(self._embed.dtype), WeightMemory())
         self._head = make_head(self._embed if spec.tied_embeddings else weights.pop("head"), making)
         self._final_norm = weights.pop("final_norm").float()
-        self._layers = [_make_layer(spec, index, weights, int4, making) for index in range(len(spec.layers))]
+        self._layers = list(_make_layers(spec, weights, int4, making))
         self._programs: tuple[KvPool, StepPrograms | None] | None = None
         self._ropes = {layer.rope: Rope(layer.rope, device) for layer in spec.layers}
         # As a number of the weights' own precision, which is what the models were trained with.
@@ -163,6 +165,21 @@ class Decoder:
         logits = self._head(hidden)
         softcap = self.spec.final_logit_softcap
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+
+
+_FORGET_TIMES = 16
+"""While the layers are made ready. Each time takes milliseconds, more in a process with much memory."""
+
+
+def _make_layers(
+    spec: ModelSpec, weights: dict[str, Tensor], int4: "Int4Weights | None", making: Making
+) -> Iterator[Layer]:
+    """One after the other; the pages of files that one was read from go before the next ones come."""
+    together = -(-len(spec.layers) // _FORGET_TIMES)
+    for index in range(len(spec.layers)):
+        if index % together == 0:
+            forget_file_pages(".safetensors")
+        yield _make_layer(spec, index, weights, int4, making)
 
 
 def _make_layer(

@@ -24,10 +24,8 @@ def figure_bytes(pid: int, name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype"), [("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"), ("gemma3-270m", "fp32")]
-)
-async def test_the_peak_is_within_its_bound(model, dtype):
+async def memory_of_a_worker(model: str, dtype: str) -> tuple[int, int, int]:
+    """At its peak, and after a full step; and its weights alone."""
     files = resolve(model)
     load_weights(files, torch.float32 if dtype == "fp32" else torch.bfloat16)  # into the cache, if they are not there
     weights_bytes = sum(math.prod(shape) for shape in weight_shapes(files.spec()).values()) * BYTES[dtype]
@@ -39,13 +37,25 @@ async def test_the_peak_is_within_its_bound(model, dtype):
         answers = client.answers()
         for _ in orders:
             await anext(answers)
-        peak = figure_bytes(client.pid, "VmHWM")
-        now = figure_bytes(client.pid, "VmRSS")
+        return figure_bytes(client.pid, "VmHWM"), figure_bytes(client.pid, "VmRSS"), weights_bytes
     finally:
         await client.stop()
-    assert peak <= 2 * weights_bytes + POOL_BYTES + REST_BYTES
-    # Weights that were packed are not kept twice, but for the embedding.
-    assert now <= 1.7 * weights_bytes + POOL_BYTES + REST_BYTES
+
+
+async def test_the_peak_is_within_its_bound_where_every_op_is_compiled_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    peak, _, weights = await memory_of_a_worker("smollm2-135m", "bf16")
+    assert peak <= 2 * weights + POOL_BYTES + REST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("smollm2-135m", "fp32"), ("smollm2-135m", "bf16"), ("gemma3-270m", "fp32")]
+)
+async def test_weights_are_hardly_held_twice(model, dtype):
+    await memory_of_a_worker(model, dtype)  # what it compiles for the first time is kept
+    peak, now, weights = await memory_of_a_worker(model, dtype)
+    assert peak <= 1.7 * weights + POOL_BYTES + REST_BYTES  # files are let go of while weights are packed
+    assert now <= 1.7 * weights + POOL_BYTES + REST_BYTES  # but for the embedding
 
 
 def test_only_files_that_nobody_has_written_to_are_let_go(tmp_path):
