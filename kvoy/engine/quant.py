@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvoy.core.errors import ConfigError
 from kvoy.engine.gguf_file import GgufFile, TensorPlace
-from kvoy.engine.layers import Activation
+from kvoy.engine.layers import Activation, TiledGated, TiledLinear
 from kvoy.engine.models import ModelFiles, ModelKind
 from kvoy.engine.row_invariance import RowOp
 from kvoy.engine.spec import ModelSpec
@@ -24,6 +24,8 @@ GROUP = 32
 """Numbers of a row that share a scale and an offset."""
 FEW_ROWS = 8
 """Up to here a step with four bits is faster than with packed bf16, with more rows slower (docs/decisions/0011)."""
+FEW_ROWS_BESIDE_TILES = 2
+"""The same where the CPU has a matrix unit for bf16."""
 EXTRA_BYTES = 0.625
 """Of memory for each weight: half a byte of code, and a bf16 scale and zero for 32 of them."""
 _CENTRE = 8
@@ -103,10 +105,11 @@ class ByRows:
 
     def __init__(self, few: RowOp, many: RowOp) -> None:
         self._few = few
-        self._many = many
+        self.many = many
+        self.few_rows = FEW_ROWS_BESIDE_TILES if isinstance(many, TiledLinear | TiledGated) else FEW_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._few(x) if x.shape[0] <= FEW_ROWS else self._many(x)
+        return self._few(x) if x.shape[0] <= self.few_rows else self.many(x)
 
 
 class Int4Weights:

@@ -7,7 +7,7 @@ Numba, so it is imported where ops are compiled.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -24,12 +24,13 @@ from kernels.tiled_linear import compiled as tiled_linear
 from kvoy.engine.batch import Batch
 from kvoy.engine.kv_cache import KvPool
 from kvoy.engine.layers import Layer, TiledGated, TiledLinear
+from kvoy.engine.quant import ByRows
 from kvoy.engine.row_invariance import RowOp
 from kvoy.engine.spec import ModelSpec, RopeSpec
 
 _MOST_TOKENS = 2048
 """Of a step; with more, what it takes to ask for an op is nothing beside the op."""
-_LEAST_TOKENS = 128
+_TOKENS_AT_FIRST = 128
 """That memory is made for at first."""
 _KEPT_PROGRAMS = 128
 """Those used last. To make one takes as long as asking for its ops one by one."""
@@ -37,14 +38,25 @@ _KEPT_PROGRAMS = 128
 
 def programs_for(spec: ModelSpec, layers: Sequence[Layer], pool: KvPool) -> "StepPrograms | None":
     """None where some op of these layers has no compiled twin."""
-    if not all(_is_tiled(op) for layer in layers for op in (layer.qkv, layer.o, layer.gate_up, layer.down)):
+    products = [op for layer in layers for op in _products(layer)]
+    if not all(isinstance(_of_many_rows(op), TiledLinear | TiledGated) for op in products):
         return None
-    programs = StepPrograms(spec, layers, pool)
+    few_rows = max((op.few_rows for op in products if isinstance(op, ByRows)), default=0)
+    programs = StepPrograms(spec, [_for_many_rows(layer) for layer in layers], pool, few_rows + 1)
     return programs if programs.serve() else None
 
 
-def _is_tiled(op: RowOp) -> bool:
-    return isinstance(op, TiledLinear | TiledGated)
+def _products(layer: Layer) -> tuple[RowOp, ...]:
+    return layer.qkv, layer.o, layer.gate_up, layer.down
+
+
+def _for_many_rows(layer: Layer) -> Layer:
+    qkv, o, gate_up, down = (_of_many_rows(op) for op in _products(layer))
+    return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
+
+
+def _of_many_rows(op: RowOp) -> RowOp:
+    return op.many if isinstance(op, ByRows) else op
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +111,15 @@ class _Step:
 
 
 class StepPrograms:
-    """For the layers of one decoder over one pool. Not for two threads at once."""
+    """For the layers of one decoder over one pool, and steps of ``least_tokens`` or more. Not for two threads."""
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], pool: KvPool) -> None:
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], pool: KvPool, least_tokens: int) -> None:
         self._spec = spec
+        self._least_tokens = least_tokens
         self._layers = layers
         self._pool = pool
         self._programs: OrderedDict[tuple[int, int], tuple[_Step, Program]] = OrderedDict()
-        self._make_memory(_LEAST_TOKENS)
+        self._make_memory(_TOKENS_AT_FIRST)
 
     def _make_memory(self, tokens: int) -> None:
         self._programs.clear()
@@ -128,7 +141,7 @@ class StepPrograms:
 
     def take(self, batch: Batch) -> bool:
         """Whether a step is one of theirs."""
-        return 0 < batch.tokens <= _MOST_TOKENS
+        return self._least_tokens <= batch.tokens <= _MOST_TOKENS
 
     def run(self, hidden: Tensor, angles: dict[RopeSpec, Angles], batch: Batch) -> tuple[Tensor, Tensor]:
         """The residual stream [tokens, hidden] before the last layer's output is added, and that output; both are valid

@@ -13,10 +13,20 @@ from kvoy.core.types import GREEDY, KvDtype
 from kvoy.engine import engine, quant
 from kvoy.engine.engine import Engine
 from kvoy.engine.gguf_file import GgufFile
-from kvoy.engine.layers import ACTIVATIONS
+from kvoy.engine.layers import ACTIVATIONS, TiledLinear
 from kvoy.engine.messages import EngineSettings, RunStep
 from kvoy.engine.models import resolve
-from kvoy.engine.quant import FEW_ROWS, ByRows, Int4Gated, Int4Linear, Int4Weights, has_codes, read_codes, try_int4
+from kvoy.engine.quant import (
+    FEW_ROWS,
+    FEW_ROWS_BESIDE_TILES,
+    ByRows,
+    Int4Gated,
+    Int4Linear,
+    Int4Weights,
+    has_codes,
+    read_codes,
+    try_int4,
+)
 from kvoy.engine.slab import nameless_file
 from kvoy.engine.weights import load_weights
 from tests.engine.gguf_case import write_llama
@@ -82,9 +92,13 @@ def test_a_gated_product_is_that_of_its_parts(smollm2):
         assert torch.equal(Int4Gated(gate, up, activation)(x), expected)
 
 
-def test_few_rows_are_done_by_one_and_many_by_the_other():
-    chosen = ByRows(lambda _: "few", lambda _: "many")
-    assert [chosen(torch.empty(rows, 1)) for rows in (1, FEW_ROWS, FEW_ROWS + 1)] == ["few", "few", "many"]
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_few_rows_are_done_by_one_and_many_by_the_other(monkeypatch, is_tiled):
+    monkeypatch.setattr(TiledLinear, "__call__", lambda *_: "many")
+    many = TiledLinear(None, None) if is_tiled else lambda _: "many"
+    few_rows = FEW_ROWS_BESIDE_TILES if is_tiled else FEW_ROWS
+    chosen = ByRows(lambda _: "few", many)
+    assert [chosen(torch.empty(rows, 1)) for rows in (1, few_rows, few_rows + 1)] == ["few", "few", "many"]
 
 
 def test_weights_that_a_file_has_in_another_type_stay_as_they_are(smollm2):

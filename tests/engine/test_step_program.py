@@ -12,6 +12,8 @@ from kvoy.core.types import GREEDY, KvDtype, KvSpec
 from kvoy.engine import step_program
 from kvoy.engine.kv_cache import KvLayout, KvPool
 from kvoy.engine.model import Decoder
+from kvoy.engine.quant import ByRows
+from kvoy.engine.row_invariance import RowOp
 from kvoy.engine.spec import LayerSpec, ModelSpec, RopeSpec, weight_shapes
 from kvoy.engine.step_program import StepPrograms
 from tests.engine.running import logits, poison
@@ -156,6 +158,24 @@ def test_chunks_and_rows_of_one_step_have_the_bits_they_have_op_by_op(monkeypatc
         assert not found.isnan().any()
         assert torch.equal(found, op_by_op(decoder, pool, plan))
     assert ran[-len(steps) :] == [sum(chunks) + rows for chunks, rows in steps]
+
+
+def test_steps_of_few_rows_go_op_by_op_where_another_op_serves_them(monkeypatch):
+    decoder, pool = make(LLAMA), make_pool(LLAMA)
+    requests = Requests(decoder, pool)
+    few, many = (logits(decoder, pool, requests.step(range(rows))) for rows in (2, 3))
+    decoder.compute_rows_alike(Held())
+    ran = count_programs(monkeypatch)
+    assert not torch.equal(logits(decoder, pool, requests.step(range(2))), few)
+    assert torch.equal(logits(decoder, pool, requests.step(range(3))), many)
+    assert ran == [3]
+
+
+class Held:
+    """Gives every product but the head another one for few rows."""
+
+    def hold(self, name: str, op: RowOp, _example: torch.Tensor) -> RowOp:
+        return op if name == "head" else ByRows(lambda x: op(x) * 2, op)
 
 
 def test_steps_that_are_long_anyway_go_op_by_op(monkeypatch):
