@@ -65,8 +65,8 @@ class KvDtype(Enum):
     INT8 = ("int8", 1)
     """Codes of one byte, and for each token of a head two fp16 scales: of its k and of its v."""
     INT8_CHANNEL = ("int8-channel", 1)
-    """On the wire only. Codes of one byte, and for each head of a block an fp16 scale of every k dim, for each token one
-    of its v: keys are three times closer than with a scale a token."""
+    """On the wire only. Codes of one byte, and for each head of a block an fp16 scale of every k dim, for each token
+    one of its v: keys are three times closer than with a scale a token."""
 
     @property
     def label(self) -> str:
