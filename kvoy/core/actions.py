@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from kvoy.core.frames import Commit, FrameHeader, HandoffKey, Opening, ReceiverMessage
 from kvoy.core.step import StepPlan
-from kvoy.core.types import PrefillReport, RejectReason, RequestOutput, Reservation
+from kvoy.core.types import KvDtype, PrefillReport, RejectReason, RequestOutput, Reservation
+from kvoy.core.wire import WireRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class ExportBlocks:
     layers: int
     valid_tokens: int
     """Filled tokens over all the blocks given; the rest is written as zeros."""
+    wire: KvDtype | None = None
+    """What the slot is to hold; None: as the pool has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +171,16 @@ class SayOutputs:
 
 @dataclass(frozen=True, slots=True)
 class ImportFrame:
-    """Take the payload of this frame (kept since FrameArrived on that stream) into the slot, then engine: into
-    the blocks. Answered by Imported, after which the slot is free."""
+    """Take the payload of this frame (kept, or known where it is, since FrameArrived on that stream) into the slot,
+    verify it there, then engine: into the blocks. Answered by Imported or FrameBad, after which the slot is free."""
 
     transfer_id: int
     header: FrameHeader
     stream: int
     slot: int
     blocks: tuple[int, ...]
+    run: WireRun | None = None
+    """What the frame carries; None: these blocks, as the pool has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,11 +148,19 @@ class HandoffOpened:
 
 @dataclass(frozen=True, slots=True)
 class FrameArrived:
-    """A frame is in memory, not yet in a slot; ``intact`` says whether checksum and length hold."""
+    """A frame is in memory, or known where it is, not yet in a slot; ``intact``: its header can be believed, and the
+    length of its payload fits. Whether the payload is what was sent shows in the slot."""
 
     header: FrameHeader
     intact: bool
     stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameBad:
+    """Answers ImportFrame: what came into the slot is not what was sent. Nothing of it is in the pool."""
+
+    transfer_id: int
 
 
 @dataclass(frozen=True, slots=True)

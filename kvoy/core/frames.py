@@ -8,6 +8,7 @@ rules; kvoy.transport the wire.
 from dataclasses import dataclass
 
 from kvoy.core.types import KvDtype, KvSpec, TokenLogprob
+from kvoy.core.wire import GRPC
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,18 @@ class HandoffKey:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The sender's first message."""
+    """The sender's first message on a stream."""
 
     key: HandoffKey
     lease: str
     fingerprint: str
     kv_spec: KvSpec
+    """As frames carry KV: the sender's blocks, in the dtype of the wire."""
+    attempt: int = 0
+    """Counts the streams of this handoff: a later one goes on where the one before it broke."""
+    transport: str = GRPC
+    """How payloads travel: in the frames, or fetched by the receiver from what ``source`` names."""
+    source: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,14 +53,20 @@ class RejectReason(StrEnum):
     DRAINING = "draining"
 
 
-class KvDtype(Enum):
-    """How KV values are stored: name, bytes of an element, bytes of the scales that one token has in one kv head."""
+_SCALE_BYTES = 2
 
-    FP32 = ("fp32", 4, 0)
-    BF16 = ("bf16", 2, 0)
-    FP16 = ("fp16", 2, 0)
-    INT8 = ("int8", 1, 4)
-    """Codes of one byte, and two fp16 scales: of the token's k and of its v."""
+
+class KvDtype(Enum):
+    """How KV values are stored or travel: name and bytes of an element."""
+
+    FP32 = ("fp32", 4)
+    BF16 = ("bf16", 2)
+    FP16 = ("fp16", 2)
+    INT8 = ("int8", 1)
+    """Codes of one byte, and for each token of a head two fp16 scales: of its k and of its v."""
+    INT8_CHANNEL = ("int8-channel", 1)
+    """On the wire only. Codes of one byte, and for each head of a block an fp16 scale of every k dim, for each token
+    one of its v: keys are three times closer than with a scale a token."""
 
     @property
     def label(self) -> str:
@@ -69,10 +75,6 @@ class KvDtype(Enum):
     @property
     def item_bytes(self) -> int:
         return self.value[1]
-
-    @property
-    def scale_bytes(self) -> int:
-        return self.value[2]
 
     @classmethod
     def of(cls, label: str) -> "KvDtype":
@@ -86,7 +88,7 @@ class KvDtype(Enum):
 @dataclass(frozen=True, slots=True)
 class KvSpec:
     """Shape of one block: ``[layer][kv head]`` tiles, contiguous. A tile is ``[token][k dims | v dims]`` of ``dtype``,
-    then, in int8, ``[token][k scale, v scale]``."""
+    then, in int8, ``[token][k scale, v scale]``, or by channel ``[k dim] k scales, [token] v scales``."""
 
     layers: int
     kv_heads: int
@@ -95,10 +97,18 @@ class KvSpec:
     dtype: KvDtype
 
     @property
+    def tile_bytes(self) -> int:
+        """Bytes of one layer and one head of one block."""
+        scales = {
+            KvDtype.INT8: 2 * self.block_tokens,
+            KvDtype.INT8_CHANNEL: self.head_dim + self.block_tokens,
+        }.get(self.dtype, 0)
+        return 2 * self.head_dim * self.block_tokens * self.dtype.item_bytes + scales * _SCALE_BYTES
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one block."""
-        token_bytes = 2 * self.head_dim * self.dtype.item_bytes + self.dtype.scale_bytes
-        return self.kv_heads * self.block_tokens * token_bytes
+        return self.kv_heads * self.tile_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -180,6 +190,16 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TransportOffer:
+    """A way for payloads into a decode pod, beside the gRPC stream that carries all the rest of a handoff."""
+
+    name: str
+    """As kvoy.core.wire knows it."""
+    address: str
+    """What the transport itself needs to get there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """A decode pod holds blocks for a request; frames of ``epoch`` may come to ``ingest_address``."""
 
@@ -192,6 +212,10 @@ class Reservation:
     kv_spec: KvSpec
     max_frame_bytes: int = 0
     """The most payload that one frame may carry, as the pod's staging slots are so large; 0 is no limit."""
+    accepts: tuple[KvDtype, ...] = ()
+    """What frames may carry besides ``kv_spec.dtype``: the pod turns it into that."""
+    transports: tuple[TransportOffer, ...] = ()
+    """Ways for payloads besides gRPC, which is always there; the best first."""
 
 
 @dataclass(frozen=True, slots=True)

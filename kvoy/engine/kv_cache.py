@@ -21,6 +21,7 @@ KV_FORMATS = {
     KvDtype.BF16: KvFormat(torch.bfloat16),
     KvDtype.FP16: KvFormat(torch.float16),
     KvDtype.INT8: KvFormat(torch.int8, "token"),
+    KvDtype.INT8_CHANNEL: KvFormat(torch.int8, "channel"),
 }
 
 

@@ -8,7 +8,8 @@ The worker obeys in the order received and answers each Order with exactly one m
 from dataclasses import dataclass
 
 from kvoy.core.step import StepPlan, StepResult
-from kvoy.core.types import KvSpec, ModelInfo
+from kvoy.core.types import KvDtype, KvSpec, ModelInfo
+from kvoy.core.wire import WireRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,21 @@ class ExportBlocks:
     first_layer: int
     layers: int
     valid_tokens: int
+    wire: KvDtype | None = None
+    """What the slot is to hold; None: as the pool has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportBlocks:
-    """The inverse of ExportBlocks: copy a slot into pool blocks, bit for bit."""
+    """The inverse of ExportBlocks: copy a slot into pool blocks; bit for bit, unless formats differ."""
 
     transfer_id: int
     slot: int
     blocks: tuple[int, ...]
     first_layer: int
     layers: int
+    run: WireRun | None = None
+    """What the slot holds; None: these blocks, as the pool has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,20 +67,20 @@ class EngineEffects:
         """The first ``length`` bytes of a slot."""
         return self._engine.slab.slot(index)[:length]
 
-    def import_slot(self, transfer_id: int, slot: int, blocks: tuple[int, ...], first_layer: int, layers: int) -> None:
-        """Into the pool; answered by Imported."""
-        self._engine.send(messages.ImportBlocks(transfer_id, slot, blocks, first_layer, layers))
+    def import_blocks(self, order: messages.ImportBlocks) -> None:
+        """A filled slot into the pool; answered by Imported."""
+        self._engine.send(order)
 
     def perform(self, action: actions.SharedAction) -> None:
         """Returns at once."""
         match action:
             case actions.RunStep(plan):
                 self._engine.send(messages.RunStep(plan))
-            case actions.ExportBlocks(transfer_id, slot, blocks, first_layer, layers, valid_tokens):
-                order = messages.ExportBlocks(transfer_id, slot, blocks, first_layer, layers, valid_tokens)
+            case actions.ExportBlocks(transfer_id, slot, blocks, first_layer, layers, valid_tokens, wire):
+                order = messages.ExportBlocks(transfer_id, slot, blocks, first_layer, layers, valid_tokens, wire)
                 self._engine.send(order)
             case actions.ImportSlot(transfer_id, slot, blocks):
-                self.import_slot(transfer_id, slot, blocks, 0, self._spec.layers)
+                self.import_blocks(messages.ImportBlocks(transfer_id, slot, blocks, 0, self._spec.layers))
             case actions.LookUpStore():
                 self._tasks.create_task(self._look_up(action))
             case actions.FetchFromStore():

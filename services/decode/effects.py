@@ -1,6 +1,7 @@
 """Carries out the orders of a decode pod's brain: engine and kvstore (shared), frames, words to routers and senders."""
 
 from kvoy.core.actions import DecodeAction, DropFrame, ImportFrame, SayOutputs, SayRejected, SayReserved, SayToSender
+from kvoy.engine.messages import ImportBlocks
 from kvoy.runtime.engine_effects import EngineEffects
 from services.decode.ingest import Ingest
 from services.decode.sessions import Sessions
@@ -31,6 +32,8 @@ class DecodeEffects:
         """The one copy of a frame on this side: out of the message, into the slab that the engine reads."""
         payload = self._ingest.take(action.stream, action.header)
         self._shared.slot(action.slot, len(payload))[:] = payload
-        self._shared.import_slot(
-            action.transfer_id, action.slot, action.blocks, action.header.first_layer, action.header.layers
+        header = action.header
+        order = ImportBlocks(
+            action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run
         )
+        self._shared.import_blocks(order)

@@ -99,7 +99,13 @@ def decode_message_from_proto(message: pb.ServeResponse) -> DecodeMessage:
 
 
 def _reservation_to_proto(value: Reservation) -> pb.Reserved:
-    return fields.plain_to_proto(value, pb.Reserved, kv_spec=shared.kv_spec_to_proto(value.kv_spec))
+    return fields.plain_to_proto(
+        value,
+        pb.Reserved,
+        kv_spec=shared.kv_spec_to_proto(value.kv_spec),
+        accepts=shared.accepts_to_proto(value.accepts),
+        transports=shared.offers_to_proto(value.transports),
+    )
 
 
 def _reservation_from_proto(message: pb.Reserved) -> Reservation:
@@ -111,6 +117,8 @@ def _reservation_from_proto(message: pb.Reserved) -> Reservation:
         held_blocks=message.held_blocks,
         kv_spec=shared.kv_spec_from_proto(message.kv_spec),
         max_frame_bytes=message.max_frame_bytes,
+        accepts=shared.accepts_from_proto(message.accepts),
+        transports=shared.offers_from_proto(message.transports),
     )
 
 

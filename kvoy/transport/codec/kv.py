@@ -16,6 +16,7 @@ from kvoy.core.frames import (
     Welcome,
 )
 from kvoy.core.types import KvSpec, StoreStat
+from kvoy.core.wire import GRPC
 from kvoy.transport.codec import fields, shared
 from kvoy.v1 import kv_pb2 as pb
 
@@ -27,6 +28,9 @@ def opening_to_proto(value: Opening) -> pb.HandoffOpening:
         lease=value.lease,
         fingerprint=value.fingerprint,
         kv_spec=shared.kv_spec_to_proto(value.kv_spec),
+        attempt=value.attempt,
+        transport=value.transport,
+        source=value.source,
     )
 
 
@@ -36,6 +40,9 @@ def opening_from_proto(message: pb.HandoffOpening) -> Opening:
         lease=fields.identifier(message.lease, "opening.lease"),
         fingerprint=message.fingerprint,
         kv_spec=shared.kv_spec_from_proto(message.kv_spec),
+        attempt=message.attempt,
+        transport=message.transport or GRPC,
+        source=message.source,
     )
 
 

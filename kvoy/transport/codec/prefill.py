@@ -24,6 +24,8 @@ def work_to_proto(value: PrefillWork, now: float) -> pb.RunRequest:
         cache_salt=request.cache_salt,
         timeout_s=shared.timeout_left_s(request.deadline, now),
         max_frame_bytes=reservation.max_frame_bytes,
+        accepts=shared.accepts_to_proto(reservation.accepts),
+        transports=shared.offers_to_proto(reservation.transports),
     )
 
 
@@ -49,6 +51,8 @@ def work_from_proto(message: pb.RunRequest, now: float) -> PrefillWork:
         held_blocks=message.held_blocks,
         kv_spec=shared.kv_spec_from_proto(message.kv_spec),
         max_frame_bytes=message.max_frame_bytes,
+        accepts=shared.accepts_from_proto(message.accepts),
+        transports=shared.offers_from_proto(message.transports),
     )
     return PrefillWork(request, reservation)
 

@@ -14,6 +14,7 @@ from kvoy.core.types import (
     Priority,
     SamplingParams,
     TokenLogprob,
+    TransportOffer,
 )
 from kvoy.transport.codec import fields
 from kvoy.v1 import types_pb2 as pb
@@ -24,6 +25,7 @@ KV_DTYPES = fields.EnumTable(
         KvDtype.BF16: pb.KV_DTYPE_BF16,
         KvDtype.FP16: pb.KV_DTYPE_FP16,
         KvDtype.INT8: pb.KV_DTYPE_INT8,
+        KvDtype.INT8_CHANNEL: pb.KV_DTYPE_INT8_CHANNEL,
     }
 )
 PRIORITIES = fields.EnumTable(
@@ -74,6 +76,23 @@ def kv_spec_from_proto(message: pb.KvSpec) -> KvSpec:
         block_tokens=fields.at_least(message.block_tokens, 1, "kv_spec.block_tokens"),
         dtype=KV_DTYPES.value(message.dtype, "kv_spec.dtype"),
     )
+
+
+def accepts_to_proto(values: Iterable[KvDtype]) -> list[pb.KvDtype.ValueType]:
+    return [dtype_to_proto(value) for value in values]
+
+
+def accepts_from_proto(numbers: Iterable[int]) -> tuple[KvDtype, ...]:
+    """Those that are known here: a later release may accept more."""
+    return tuple(value for value in KvDtype if KV_DTYPES.number(value) in set(numbers))
+
+
+def offers_to_proto(values: Iterable[TransportOffer]) -> list[pb.TransportOffer]:
+    return [fields.plain_to_proto(value, pb.TransportOffer) for value in values]
+
+
+def offers_from_proto(messages: Iterable[pb.TransportOffer]) -> tuple[TransportOffer, ...]:
+    return tuple(fields.plain_from_proto(TransportOffer, message) for message in messages)
 
 
 def model_to_proto(value: ModelInfo) -> pb.ModelInfo:
