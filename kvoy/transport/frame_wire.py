@@ -4,10 +4,12 @@ A KV payload is always the last field (number 15) of its message. Writing: the m
 by protobuf, then tag, length and payload are appended, one copy in all. Reading: the payload is found by walking the
 fields and given as a view of the received bytes, no copy. The bytes are those of the ordinary protobuf message.
 
-A frame's checksum is xxh3-64 (seed 0) over, little-endian and without padding:
+A frame has two checksums, xxh3-64 with seed 0. That of its payload is verified by whoever uses the payload, where it
+lies then. That of its header, verified on arrival, is over, little-endian and without padding:
 
     u32 length of request id | request id, UTF-8 | u64 epoch | u64 seq | u32 first_block | u32 blocks | u32 first_layer
-    | u32 layers | u32 first_head | u32 heads | u32 dtype (number in types.proto) | u64 length of payload | payload
+    | u32 layers | u32 first_head | u32 heads | u32 dtype (number in types.proto) | u64 length of payload here
+    | u64 checksum of payload | u64 source offset, if the payload is not here
 
 and a block's: u32 length of block id | block id | u64 length of payload | payload.
 """
@@ -34,12 +36,16 @@ _SIZE = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame as received. ``payload`` is a read-only view of the received message."""
+    """A frame as received."""
 
     header: FrameHeader
     payload: memoryview
+    """A read-only view of the received message; empty if the payload is elsewhere."""
+    payload_checksum: int
+    source_offset: int | None
+    """Where the payload lies in the source that the opening named; None: it is here."""
     intact: bool
-    """The checksum holds."""
+    """All but the payload itself is what was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +71,26 @@ class PutBlock:
     block: StoreBlock
 
 
-def frame_checksum(header: FrameHeader, payload: memoryview) -> int:
-    """Of a whole frame, as described above."""
+def header_checksum(
+    header: FrameHeader, payload_bytes: int, payload_checksum: int, source_offset: int | None = None
+) -> int:
+    """Of a frame without its payload, as described above; ``payload_bytes`` are those in the message."""
     request_id = header.key.request_id.encode()
-    digest = xxhash.xxh3_64(_LENGTH.pack(len(request_id)) + request_id)
     place = (header.first_block, header.blocks, header.first_layer, header.layers, header.first_head, header.heads)
-    digest.update(_HEADER.pack(header.key.epoch, header.seq, *place, shared.dtype_to_proto(header.dtype)))
-    digest.update(_SIZE.pack(payload.nbytes))
-    digest.update(payload)
-    return digest.intdigest()
+    packed = (
+        _LENGTH.pack(len(request_id)),
+        request_id,
+        _HEADER.pack(header.key.epoch, header.seq, *place, shared.dtype_to_proto(header.dtype)),
+        _SIZE.pack(payload_bytes),
+        _SIZE.pack(payload_checksum),
+        b"" if source_offset is None else _SIZE.pack(source_offset),
+    )
+    return xxhash.xxh3_64_intdigest(b"".join(packed))
+
+
+def payload_checksum(payload: memoryview) -> int:
+    """Of the KV of a frame."""
+    return xxhash.xxh3_64_intdigest(payload)
 
 
 def block_checksum(block_id: bytes, payload: memoryview) -> int:
@@ -84,12 +101,29 @@ def block_checksum(block_id: bytes, payload: memoryview) -> int:
 
 
 def frame_to_wire(header: FrameHeader, payload: memoryview) -> bytes:
-    """A PushRequest that holds the frame, checksum included."""
+    """A PushRequest that holds the frame, checksums included."""
     if payload.nbytes > MAX_FRAME_BYTES:
         raise InvalidRequest(f"A frame of {payload.nbytes} bytes is too large; at most {MAX_FRAME_BYTES} may cross.")
-    message = pb.Frame(header=kv.header_to_proto(header), checksum=frame_checksum(header, payload))
+    checksum = payload_checksum(payload)
+    message = pb.Frame(
+        header=kv.header_to_proto(header),
+        checksum=header_checksum(header, payload.nbytes, checksum),
+        payload_checksum=checksum,
+    )
     head = message.SerializeToString() + _payload_head(payload)
     return b"".join((_FRAME_TAG, _varint(len(head) + payload.nbytes), head, payload))
+
+
+def reference_to_wire(header: FrameHeader, payload: memoryview, source_offset: int) -> bytes:
+    """A PushRequest that says where ``payload`` lies, checksums included."""
+    checksum = payload_checksum(payload)
+    message = pb.Frame(
+        header=kv.header_to_proto(header),
+        checksum=header_checksum(header, 0, checksum, source_offset),
+        payload_checksum=checksum,
+        source_offset=source_offset,
+    )
+    return pb.PushRequest(frame=message).SerializeToString()
 
 
 def push_from_wire(wire: bytes) -> Opening | Frame | Commit:
@@ -117,7 +151,9 @@ def _frame(head: memoryview, payload: memoryview) -> Frame:
     if payload.nbytes > MAX_FRAME_BYTES:
         raise InvalidRequest(f"frame.payload has {payload.nbytes} bytes; at most {MAX_FRAME_BYTES} are taken.")
     header = kv.header_from_proto(message.header)
-    return Frame(header, payload, intact=frame_checksum(header, payload) == message.checksum)
+    source_offset = message.source_offset if message.HasField("source_offset") else None
+    checksum = header_checksum(header, payload.nbytes, message.payload_checksum, source_offset)
+    return Frame(header, payload, message.payload_checksum, source_offset, intact=checksum == message.checksum)
 
 
 def got_block_to_wire(block: StoreBlock) -> bytes:

@@ -17,6 +17,7 @@ from kvoy.transport.channels import Channels
 from kvoy.transport.codec import kv
 from kvoy.transport.codec.fields import parse
 from kvoy.transport.frame_wire import Frame, frame_to_wire, push_from_wire
+from kvoy.transport.payloads import Payload, Source, Sources, is_carried, payload_of
 from kvoy.transport.ports import HandoffStream
 from kvoy.transport.rpc import Duplex, Exchange, Registration
 from kvoy.transport.streams import Outbox, race, to_the_end
@@ -51,8 +52,8 @@ class IngestHandler(Protocol):
 
     async def opened(self, stream: IngestStream) -> None: ...
 
-    async def frame(self, stream: IngestStream, header: FrameHeader, payload: memoryview, intact: bool) -> None:
-        """``payload`` is the receiver's to keep (read-only; nobody writes it). ``intact``: the checksum holds."""
+    async def frame(self, stream: IngestStream, header: FrameHeader, payload: Payload, intact: bool) -> None:
+        """``payload`` is the receiver's to keep. ``intact``: the header can be believed, and the length fits."""
         ...
 
     async def commit(self, stream: IngestStream, commit: Commit) -> None: ...
@@ -62,18 +63,20 @@ class IngestHandler(Protocol):
         ...
 
 
-def ingest_service(handler: IngestHandler) -> Registration:
-    """The gRPC face of ``handler``."""
-    face = _Face(handler)
+def ingest_service(handler: IngestHandler, sources: Sources | None = None) -> Registration:
+    """The gRPC face of ``handler``. Without ``sources`` payloads come in the frames and no other way."""
+    face = _Face(handler, sources)
     return Registration(NAME, {"Push": Duplex(face.push)}, end_streams=face.end_streams)
 
 
 class _IngestStream:
     """One handoff as the receiver has it."""
 
-    def __init__(self, stream: int, opening: Opening) -> None:
+    def __init__(self, stream: int, opening: Opening, source: Source | None) -> None:
         self._stream = stream
         self._opening = opening
+        self.source = source
+        """Where payloads are that are not in their frames."""
         self.committing = False
         """The sender has said all it had to say."""
         self.said_last = False
@@ -98,8 +101,9 @@ class _IngestStream:
 class _Face:
     """All handoffs to one decode pod."""
 
-    def __init__(self, handler: IngestHandler) -> None:
+    def __init__(self, handler: IngestHandler, sources: Sources | None) -> None:
         self._handler = handler
+        self._sources = sources
         self._numbers = itertools.count(1)
         self._streams: set[_IngestStream] = set()
 
@@ -113,7 +117,7 @@ class _Face:
         opening = None if wire is None else push_from_wire(wire)
         if not isinstance(opening, Opening):
             raise InvalidRequest("A handoff must begin with its opening.", "opening")
-        stream = _IngestStream(next(self._numbers), opening)
+        stream = _IngestStream(next(self._numbers), opening, self._source(opening))
         self._streams.add(stream)
         reason = "the sender is gone"
         try:
@@ -127,12 +131,21 @@ class _Face:
             stream.outbox.finish()
             await to_the_end(self._handler.closed(stream, "" if stream.said_last else reason))
 
+    def _source(self, opening: Opening) -> Source | None:
+        if is_carried(opening):
+            return None
+        source = self._sources.find(opening) if self._sources else None
+        if source is None:
+            raise Unavailable(f"This pod cannot reach the sender's memory by {opening.transport}.", "no_source")
+        return source
+
     async def _read(self, stream: _IngestStream, exchange: Exchange) -> None:
         while (wire := await exchange.read()) is not None:
             message = push_from_wire(wire)
             match message:
-                case Frame(header, payload, intact):
-                    await self._handler.frame(stream, header, payload, intact)
+                case Frame():
+                    payload, intact = payload_of(message, stream.opening, stream.source)
+                    await self._handler.frame(stream, message.header, payload, intact)
                 case Commit():
                     stream.committing = True
                     await self._handler.commit(stream, message)

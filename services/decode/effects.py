@@ -1,24 +1,42 @@
 """Carries out the orders of a decode pod's brain: engine and kvstore (shared), frames, words to routers and senders."""
 
+import asyncio
+import logging
+from collections.abc import Callable
+
 from kvoy.core.actions import DecodeAction, DropFrame, ImportFrame, SayOutputs, SayRejected, SayReserved, SayToSender
+from kvoy.core.errors import PeerError
+from kvoy.core.events import FrameBad
 from kvoy.engine.messages import ImportBlocks
 from kvoy.runtime.engine_effects import EngineEffects
+from kvoy.transport.payloads import Payload
 from services.decode.ingest import Ingest
 from services.decode.sessions import Sessions
+
+log = logging.getLogger(__name__)
 
 
 class DecodeEffects:
     """Everything here returns at once."""
 
-    def __init__(self, shared: EngineEffects, sessions: Sessions, ingest: Ingest) -> None:
+    def __init__(
+        self,
+        shared: EngineEffects,
+        sessions: Sessions,
+        ingest: Ingest,
+        tasks: asyncio.TaskGroup,
+        post: Callable[[FrameBad], None],
+    ) -> None:
         self._shared = shared
         self._sessions = sessions
         self._ingest = ingest
+        self._tasks = tasks
+        self._post = post
 
     def perform(self, action: DecodeAction) -> None:
         match action:
-            case ImportFrame():
-                self._import(action)
+            case ImportFrame(_, header, stream):
+                self._tasks.create_task(self._import(action, self._ingest.take(stream, header)))
             case DropFrame(header, stream):
                 self._ingest.take(stream, header)
             case SayToSender():
@@ -28,12 +46,21 @@ class DecodeEffects:
             case _:
                 self._shared.perform(action)
 
-    def _import(self, action: ImportFrame) -> None:
-        """The one copy of a frame on this side: out of the message, into the slab that the engine reads."""
-        payload = self._ingest.take(action.stream, action.header)
-        self._shared.slot(action.slot, len(payload))[:] = payload
-        header = action.header
-        order = ImportBlocks(
-            action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run
-        )
-        self._shared.import_blocks(order)
+    async def _import(self, action: ImportFrame, payload: Payload) -> None:
+        """The one copy of a frame on this side, into the slab that the engine reads; it is verified there."""
+        if await self._is_fetched(payload, self._shared.slot(action.slot, payload.nbytes)):
+            header = action.header
+            self._shared.import_blocks(
+                ImportBlocks(
+                    action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run
+                )
+            )
+        else:
+            self._post(FrameBad(action.transfer_id))
+
+    async def _is_fetched(self, payload: Payload, slot: memoryview) -> bool:
+        try:
+            return await payload.fetch(slot)
+        except PeerError as error:
+            log.warning("a frame is asked for again: %s", error)
+            return False

@@ -1,7 +1,7 @@
 """The prefill pods' face of a decode pod: handoffs become events, payloads wait here until the brain wants them.
 
 Owns the payload of every frame from its arrival until ImportFrame or DropFrame, and bounds how many a stream may have
-here. Whether a frame is wanted is the brain's to say; only what cannot be right in itself is marked damaged here.
+here. Whether a frame is wanted is the brain's to say.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ import asyncio
 from kvoy.core.actions import SayToSender
 from kvoy.core.events import CommitArrived, DecodeEvent, FrameArrived, HandoffLost, HandoffOpened
 from kvoy.core.frames import Commit, Committed, FrameHeader, HandoffKey, Refused
-from kvoy.core.types import KvSpec
 from kvoy.runtime.loop import Inbox
 from kvoy.transport.kv_stream import IngestStream
+from kvoy.transport.payloads import Payload
 
 
 class _Arrivals:
@@ -21,13 +21,13 @@ class _Arrivals:
         self.stream = stream
         self.is_open = True
         self._room = asyncio.Semaphore(room)
-        self._payloads: dict[int, list[memoryview]] = {}
+        self._payloads: dict[int, list[Payload]] = {}
 
-    async def keep(self, seq: int, payload: memoryview) -> None:
+    async def keep(self, seq: int, payload: Payload) -> None:
         await self._room.acquire()
         self._payloads.setdefault(seq, []).append(payload)
 
-    def take(self, seq: int) -> memoryview:
+    def take(self, seq: int) -> Payload:
         """The oldest payload that came under this number."""
         kept = self._payloads[seq]
         payload = kept.pop(0)
@@ -44,9 +44,8 @@ class _Arrivals:
 class Ingest:
     """IngestHandler of kvoy.transport.kv_stream. ``room`` is how many frames one stream may have waiting here."""
 
-    def __init__(self, inbox: Inbox[DecodeEvent], spec: KvSpec, room: int) -> None:
+    def __init__(self, inbox: Inbox[DecodeEvent], room: int) -> None:
         self._inbox = inbox
-        self._spec = spec
         self._room = room
         self._arrivals: dict[int, _Arrivals] = {}
         """Of each stream that is open or has payloads here."""
@@ -58,11 +57,10 @@ class Ingest:
         self._arrivals[stream.stream] = _Arrivals(stream, self._room)
         await self._inbox.offer(HandoffOpened(stream.opening, stream.stream))
 
-    async def frame(self, stream: IngestStream, header: FrameHeader, payload: memoryview, intact: bool) -> None:
+    async def frame(self, stream: IngestStream, header: FrameHeader, payload: Payload, intact: bool) -> None:
         """Waits while the stream has too much here: the sender is held back."""
         await self._arrivals[stream.stream].keep(header.seq, payload)
-        whole = intact and len(payload) == header.blocks * header.layers * self._spec.layer_bytes
-        self._inbox.post(FrameArrived(header, whole, stream.stream))
+        self._inbox.post(FrameArrived(header, intact, stream.stream))
 
     async def commit(self, stream: IngestStream, commit: Commit) -> None:
         """All frames have been sent."""
@@ -75,7 +73,7 @@ class Ingest:
         if self._welcomed.get(stream.opening.key) == stream.stream:
             self._lose(stream.opening.key, reason)
 
-    def take(self, stream: int, header: FrameHeader) -> memoryview:
+    def take(self, stream: int, header: FrameHeader) -> Payload:
         """The payload of a frame that has arrived; it is here no more."""
         payload = self._arrivals[stream].take(header.seq)
         self._clean(stream)

@@ -39,9 +39,9 @@ def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineSer
 
     loop: BrainLoop[DecodeEvent, DecodeAction] = BrainLoop(brain, perform, Tick(), check=config.check)
     sessions = Sessions(loop, ready.model, lambda: pod.describe().address)
-    ingest = Ingest(loop, ready.kv_spec, room=engine.slab.slots)
+    ingest = Ingest(loop, room=engine.slab.slots)
     store = StoreLink.through(pod)
     shared = EngineEffects(engine, store, pod, loop.post)
-    effects = DecodeEffects(shared, sessions, ingest)
+    effects = DecodeEffects(shared, sessions, ingest, pod.tasks, loop.post)
     watch_engine_pod(pod, "decode", brain, ready.kv_spec, store)
     return EngineService(engine, brain, loop, shared, [decode_service(sessions), ingest_service(ingest)], sessions.fail)

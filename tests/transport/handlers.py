@@ -12,6 +12,7 @@ from kvoy.core.types import KvSpec, ModelInfo, Pod, PrefillReport, PrefillWork, 
 from kvoy.transport.decode import DecodeSession
 from kvoy.transport.kv_store import StoreBlock
 from kvoy.transport.kv_stream import IngestStream
+from kvoy.transport.payloads import Payload
 from tests.transport import values
 
 
@@ -95,22 +96,24 @@ class Decode:
 
 
 class Ingest:
-    """Records; the test answers through ``streams``. Frames wait for ``gate``."""
+    """Records; the test answers through ``streams``. Frames wait for ``gate``, and are fetched at once then."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: list[IngestStream] = []
         self.frames: list[tuple[FrameHeader, bytes, bool]] = []
+        """With whether header, length and payload are what was sent."""
         self.commits: list[Commit] = []
         self.ended: list[tuple[int, str]] = []
 
     async def opened(self, stream: IngestStream) -> None:
         self.streams.append(stream)
 
-    async def frame(self, stream: IngestStream, header: FrameHeader, payload: memoryview, intact: bool) -> None:
+    async def frame(self, stream: IngestStream, header: FrameHeader, payload: Payload, intact: bool) -> None:
         await self.gate.wait()
-        self.frames.append((header, bytes(payload), intact))
+        into = bytearray(payload.nbytes if intact else 0)
+        self.frames.append((header, into, intact and await payload.fetch(memoryview(into))))
 
     async def commit(self, stream: IngestStream, commit: Commit) -> None:
         self.commits.append(commit)

@@ -41,7 +41,7 @@ async def call(address: str) -> None:
     handoff = await GrpcHandoffConnector(channels).open(address, values.OPENING, 60)
     await anext(answers)
     await anext(work)
-    await handoff.send_frame(values.header(0), memoryview(bytes(1000)))
+    await handoff.send_frame(values.header(0), memoryview(bytes(values.SPEC.block_bytes)))
     print("calling", held, flush=True)
     await asyncio.Event().wait()
 

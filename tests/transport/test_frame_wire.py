@@ -17,8 +17,15 @@ payloads = st.binary(max_size=400) | st.integers(120, 20_000).map(bytes)
 
 
 def as_protobuf(header, payload: bytes) -> pb.PushRequest:
-    checksum = wire.frame_checksum(header, memoryview(payload))
-    return pb.PushRequest(frame=pb.Frame(header=kv.header_to_proto(header), checksum=checksum, payload=payload))
+    of_payload = wire.payload_checksum(memoryview(payload))
+    checksum = wire.header_checksum(header, len(payload), of_payload)
+    head = kv.header_to_proto(header)
+    return pb.PushRequest(frame=pb.Frame(header=head, checksum=checksum, payload_checksum=of_payload, payload=payload))
+
+
+def is_whole(frame: wire.Frame) -> bool:
+    """As a receiver finds out: the header on arrival, the payload where it is used."""
+    return frame.intact and wire.payload_checksum(frame.payload) == frame.payload_checksum
 
 
 @given(values.headers, payloads)
@@ -31,7 +38,8 @@ def test_a_protobuf_frame_is_read_in_place(header, payload):
     received = as_protobuf(header, payload).SerializeToString()
     frame = wire.push_from_wire(received)
     assert isinstance(frame, wire.Frame)
-    assert (frame.header, bytes(frame.payload), frame.intact) == (header, payload, True)
+    assert (frame.header, bytes(frame.payload), is_whole(frame)) == (header, payload, True)
+    assert frame.source_offset is None
     assert frame.payload.obj is received, "the payload must be a view of what came, not a copy"
     assert frame.payload.readonly
 
@@ -47,7 +55,10 @@ def test_openings_and_commits_come_out_too(opening, commit):
 def test_fields_in_another_order_mean_the_same():
     payload = b"p" * 300
     message = as_protobuf(values.header(), payload).frame
-    head = pb.Frame(header=message.header, checksum=message.checksum).SerializeToString()
+    payload_checksum = message.payload_checksum
+    head = pb.Frame(
+        header=message.header, checksum=message.checksum, payload_checksum=payload_checksum
+    ).SerializeToString()
     tail = pb.Frame(payload=payload).SerializeToString()
     unknown = b"\xf8\x07\x05"  # field 127, which no release has
     for body in (
@@ -57,15 +68,15 @@ def test_fields_in_another_order_mean_the_same():
         head + pb.Frame(payload=b"x").SerializeToString() + tail,
     ):
         frame = wire.push_from_wire(b"\x12" + wire._varint(len(body)) + body)
-        assert (bytes(frame.payload), frame.intact) == (payload, True)
+        assert (bytes(frame.payload), is_whole(frame)) == (payload, True)
 
 
 def test_a_frame_split_over_two_fields_is_merged_as_protobuf_merges():
     message = as_protobuf(values.header(), b"q" * 10).frame
-    head = pb.PushRequest(frame=pb.Frame(header=message.header, checksum=message.checksum)).SerializeToString()
     tail = pb.PushRequest(frame=pb.Frame(payload=message.payload)).SerializeToString()
-    frame = wire.push_from_wire(head + tail)
-    assert (bytes(frame.payload), frame.intact) == (b"q" * 10, True)
+    message.ClearField("payload")
+    frame = wire.push_from_wire(pb.PushRequest(frame=message).SerializeToString() + tail)
+    assert (bytes(frame.payload), is_whole(frame)) == (b"q" * 10, True)
 
 
 @given(values.headers, st.binary(min_size=1, max_size=64), st.data())
@@ -80,7 +91,8 @@ def test_any_flipped_bit_shows(header, payload, data):
         return
     if isinstance(frame, wire.Frame):
         # Bits that protobuf reads past (in the padding of a number, say) may change nothing.
-        assert not frame.intact or (frame.header, bytes(frame.payload)) == (header, payload)
+        assert not is_whole(frame) or (frame.header, bytes(frame.payload)) == (header, payload)
+        assert not frame.intact or (frame.header, len(frame.payload)) == (header, len(payload))
     else:
         assert isinstance(frame, Opening | Commit)
 
@@ -96,7 +108,7 @@ def test_random_bytes_never_crash_the_reader(received):
 def test_lengths_at_the_edges_of_varints(size):
     payload = bytes(size)
     frame = wire.push_from_wire(wire.frame_to_wire(values.header(), memoryview(payload)))
-    assert (frame.payload.nbytes, frame.intact) == (size, True)
+    assert (frame.payload.nbytes, is_whole(frame)) == (size, True)
 
 
 def test_too_large_a_frame_is_neither_sent_nor_taken():
@@ -107,7 +119,20 @@ def test_too_large_a_frame_is_neither_sent_nor_taken():
         wire.push_from_wire(as_protobuf(values.header(), payload).SerializeToString())
 
 
-def test_the_checksum_is_the_documented_one():
+@given(values.headers, payloads, values.u64, st.data())
+def test_a_reference_says_where_the_payload_is_and_no_flipped_bit_passes(header, payload, offset, data):
+    sent = bytearray(wire.reference_to_wire(header, memoryview(payload), offset))
+    of_payload = wire.payload_checksum(memoryview(payload))
+    right = wire.Frame(header, memoryview(b""), of_payload, offset, intact=True)
+    assert wire.push_from_wire(bytes(sent)) == right
+    bit = data.draw(st.integers(0, len(sent) * 8 - 1))
+    sent[bit // 8] ^= 1 << (bit % 8)
+    with contextlib.suppress(InvalidRequest):
+        frame = wire.push_from_wire(bytes(sent))
+        assert not isinstance(frame, wire.Frame) or not frame.intact or frame == right
+
+
+def test_the_checksums_are_the_documented_ones():
     """A second implementation, straight from the text of frame_wire."""
     import struct
 
@@ -116,8 +141,12 @@ def test_the_checksum_is_the_documented_one():
     header, payload = values.header(3, 2), b"payload"
     name = header.key.request_id.encode()
     packed = struct.pack("<I", len(name)) + name + struct.pack("<QQ", 1, 3)
-    packed += struct.pack("<IIIIIII", 6, 2, 0, 2, 0, 1, 2) + struct.pack("<Q", 7)
-    assert wire.frame_checksum(header, memoryview(payload)) == xxhash.xxh3_64_intdigest(packed + payload)
+    packed += struct.pack("<IIIIIII", 6, 2, 0, 2, 0, 1, 2)
+    of_payload = xxhash.xxh3_64_intdigest(payload)
+    assert wire.payload_checksum(memoryview(payload)) == of_payload
+    here, elsewhere = struct.pack("<QQ", 7, of_payload), struct.pack("<QQQ", 0, of_payload, 99)
+    assert wire.header_checksum(header, 7, of_payload) == xxhash.xxh3_64_intdigest(packed + here)
+    assert wire.header_checksum(header, 0, of_payload, 99) == xxhash.xxh3_64_intdigest(packed + elsewhere)
     packed = struct.pack("<I", 2) + b"id" + struct.pack("<Q", 7)
     assert wire.block_checksum(b"id", memoryview(payload)) == xxhash.xxh3_64_intdigest(packed + payload)
 

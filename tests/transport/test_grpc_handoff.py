@@ -25,6 +25,11 @@ def payload(seed: int, size: int = 4096) -> memoryview:
     return memoryview(bytes((seed + i) % 256 for i in range(256)) * (size // 256))
 
 
+def header(seq: int, size: int = 4096):
+    """Of a frame with a payload of that size."""
+    return values.header(seq, size // values.SPEC.block_bytes)
+
+
 @pytest.fixture(params=["grpc", "memory"])
 async def pair(request, serve, channels):
     """A receiver's handler, its address, and a connector to it."""
@@ -59,15 +64,15 @@ async def test_a_whole_handoff(pair):
     receiver.send(Welcome(4, 0))
     assert await anext(messages) == Welcome(4, 0)
     buffer = bytearray(payload(1))
-    await stream.send_frame(values.header(0), memoryview(buffer))
+    await stream.send_frame(header(0), memoryview(buffer))
     buffer[:] = bytes(len(buffer))  # the slot may be filled anew once send_frame has returned
-    await stream.send_frame(values.header(1), payload(2))
+    await stream.send_frame(header(1), payload(2))
     await stream.send_commit(COMMIT)
     await until(lambda: handler.commits)
     assert handler.commits == [COMMIT]
     assert handler.frames == [
-        (values.header(0), bytes(payload(1)), True),
-        (values.header(1), bytes(payload(2)), True),
+        (header(0), bytes(payload(1)), True),
+        (header(1), bytes(payload(2)), True),
     ]
     for said in (Ack(1, 4), Nack(0), Committed()):
         receiver.send(said)
@@ -82,7 +87,7 @@ async def test_a_whole_handoff(pair):
 
 async def send_until_it_fails(stream):
     while True:
-        await stream.send_frame(values.header(0), payload(0))
+        await stream.send_frame(header(0), payload(0))
 
 
 async def test_a_refusal_ends_it(pair):
@@ -99,14 +104,14 @@ async def test_a_refusal_ends_it(pair):
 async def test_the_sender_leaves(pair):
     handler, *_ = pair
     stream, messages, receiver = await open_to(pair)
-    await stream.send_frame(values.header(0), payload(0))
+    await stream.send_frame(header(0), payload(0))
     await until(lambda: handler.frames)
     await stream.close()
     await until(lambda: handler.ended)
     assert_lost(handler, receiver.stream)
     assert [message async for message in messages] == []
     with pytest.raises(PeerError):
-        await stream.send_frame(values.header(1), payload(0))
+        await stream.send_frame(header(1), payload(0))
 
 
 async def test_the_sender_leaves_while_its_reader_waits(pair):
@@ -153,7 +158,7 @@ async def test_a_stalled_receiver_stops_the_sender(pair):
     async def send():
         nonlocal sent
         while True:
-            await stream.send_frame(values.header(sent), payload(0, MIB))
+            await stream.send_frame(header(sent, MIB), payload(0, MIB))
             sent += 1
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -195,12 +200,13 @@ def opening_wire() -> bytes:
 async def test_a_flipped_bit_in_the_payload_shows(wire):
     handler, _, call = wire
     await call.write(opening_wire())
-    frame = bytearray(frame_to_wire(values.header(0), payload(0)))
+    frame = bytearray(frame_to_wire(header(0), payload(0)))
     frame[-100] ^= 4
     await call.write(bytes(frame))
-    await call.write(frame_to_wire(values.header(0), payload(0)))
-    await until(lambda: len(handler.frames) == 2)
-    assert [intact for _, _, intact in handler.frames] == [False, True]
+    await call.write(frame_to_wire(header(0), payload(0)))
+    await call.write(frame_to_wire(header(0), payload(0, 4352)))
+    await until(lambda: len(handler.frames) == 3)
+    assert [intact for _, _, intact in handler.frames] == [False, True, False], "damaged, right, too long"
     call.cancel()
     await until(lambda: handler.ended)
 
@@ -208,11 +214,11 @@ async def test_a_flipped_bit_in_the_payload_shows(wire):
 async def test_a_frame_that_says_it_is_another_one_shows(wire):
     handler, _, call = wire
     await call.write(opening_wire())
-    message = pb.PushRequest.FromString(frame_to_wire(values.header(0), payload(0)))
+    message = pb.PushRequest.FromString(frame_to_wire(header(0), payload(0)))
     message.frame.header.first_block = 3
     await call.write(message.SerializeToString())
     await until(lambda: handler.frames)
-    assert handler.frames[0][0] == replace(values.header(0), first_block=3)
+    assert handler.frames[0][0] == replace(header(0), first_block=3)
     assert not handler.frames[0][2]
     call.cancel()
     await until(lambda: handler.ended)
@@ -223,7 +229,7 @@ async def test_a_frame_that_says_it_is_another_one_shows(wire):
     [
         ([b"\xff\xff"], "not a kvoy.v1.PushRequest"),
         ([b""], "event is missing"),
-        ([frame_to_wire(values.header(0), payload(0))], "begin with its opening"),
+        ([frame_to_wire(header(0), payload(0))], "begin with its opening"),
         ([opening_wire(), opening_wire()], "one opening"),
         ([opening_wire(), b"\x12\x05\x0a"], "not a kvoy.v1.PushRequest"),
     ],
@@ -286,7 +292,7 @@ async def test_the_senders_channel_goes_away_under_it(serve):
     with pytest.raises(PeerError):
         await reader
     with pytest.raises(PeerError):
-        await stream.send_frame(values.header(0), payload(0))
+        await stream.send_frame(header(0), payload(0))
     await until(lambda: handler.ended)
     assert_lost(handler, handler.streams[0].stream)
 
@@ -299,7 +305,7 @@ async def test_a_receiver_with_a_bug_tells_the_sender(serve, channels, caplog):
     handler = Broken()
     server = await serve(ingest_service(handler))
     stream = await GrpcHandoffConnector(channels).open(server.address, values.OPENING, 30)
-    await stream.send_frame(values.header(0), payload(0))
+    await stream.send_frame(header(0), payload(0))
     with pytest.raises(Exception, match="Internal error"):
         await anext(stream.messages())
     assert len(handler.ended) == 1

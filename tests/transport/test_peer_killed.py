@@ -44,7 +44,7 @@ async def peer(nothing_left):
 
 async def send_until_it_fails(stream):
     while True:
-        await stream.send_frame(values.header(0), memoryview(bytes(100_000)))
+        await stream.send_frame(values.header(0, 400), memoryview(bytes(400 * values.SPEC.block_bytes)))
 
 
 async def test_a_server_that_is_killed(peer, channels):

@@ -25,7 +25,7 @@ from tests.transport.handlers import Decode, Inference, Ingest, Prefill, Store, 
 async def handoff(channels: Channels, address: str, ingest: Ingest) -> None:
     stream = await GrpcHandoffConnector(channels).open(address, values.OPENING, 30)
     for seq in range(20):
-        await stream.send_frame(values.header(seq), memoryview(bytes([seq]) * 1_000_000))
+        await stream.send_frame(values.header(seq, 4096), memoryview(bytes([seq]) * 4096 * values.SPEC.block_bytes))
     await stream.send_commit(Commit(values.KEY, 20, 1, None, 0.0))
     await until(lambda: ingest.commits)
     ingest.streams[0].send(Committed())

@@ -1,0 +1,111 @@
+"""Where the KV of a frame lies once the frame has arrived, and its one way from there into the receiver's own memory.
+
+Whoever fetches a payload learns whether what has come is what was sent: it is hashed where it will be used, piece by
+piece as it is copied, so that the hash reads from the cache. Knows no slots and no brain.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from kvoy.core.frames import FrameHeader, Opening
+from kvoy.core.wire import GRPC
+from kvoy.transport.frame_wire import MAX_FRAME_BYTES, Frame
+
+PIECE_BYTES = 256 * 1024
+"""Copied and hashed at once: a part of a core's cache, and for how long others may wait for the interpreter lock."""
+
+
+class Payload(Protocol):
+    """KV that has arrived, or waits where its sender put it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    async def fetch(self, into: memoryview) -> bool:
+        """Fill ``into``, ``nbytes`` long. False: what is there is not what was sent. PeerError: it is not to be had."""
+        ...
+
+
+class Source(Protocol):
+    """The memory of one sender, as far as this process can reach it."""
+
+    def holds(self, offset: int, nbytes: int) -> bool:
+        """Whether these bytes are within it."""
+        ...
+
+    async def fetch(self, offset: int, into: memoryview) -> int:
+        """Fill ``into`` from there on; the checksum of what has come, or PeerError."""
+        ...
+
+
+class Sources(Protocol):
+    """Senders' memory, by what their openings call it."""
+
+    def find(self, opening: Opening) -> Source | None:
+        """None: no such memory is within reach, or no longer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """In the frame itself."""
+
+    view: memoryview
+    checksum: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+    async def fetch(self, into: memoryview) -> bool:
+        """See Payload."""
+        return copy_and_hash(self.view, into) == self.checksum
+
+
+@dataclass(frozen=True, slots=True)
+class Referred:
+    """In the sender's memory."""
+
+    source: Source
+    offset: int
+    nbytes: int
+    checksum: int
+
+    async def fetch(self, into: memoryview) -> bool:
+        """See Payload."""
+        return await self.source.fetch(self.offset, into) == self.checksum
+
+
+def payload_of(frame: Frame, opening: Opening, source: Source | None) -> tuple[Payload, bool]:
+    """The payload of a frame, and whether the frame can be believed: intact, of the length that its header says in
+    the format of the opening, and within reach."""
+    expected_bytes = payload_bytes(frame.header, opening)
+    if source is None:
+        carried = Carried(frame.payload, frame.payload_checksum)
+        return carried, frame.intact and frame.source_offset is None and carried.nbytes == expected_bytes
+    offset = frame.source_offset
+    is_there = offset is not None and expected_bytes <= MAX_FRAME_BYTES and source.holds(offset, expected_bytes)
+    referred = Referred(source, offset or 0, expected_bytes, frame.payload_checksum)
+    return referred, frame.intact and is_there and not frame.payload
+
+
+def payload_bytes(header: FrameHeader, opening: Opening) -> int:
+    """How long the payload under this header is."""
+    return header.blocks * header.layers * header.heads * opening.kv_spec.tile_bytes
+
+
+def is_carried(opening: Opening) -> bool:
+    """Payloads are in the frames."""
+    return opening.transport == GRPC
+
+
+def copy_and_hash(source: memoryview, into: memoryview) -> int:
+    """The one copy of a payload on this side; the checksum is of what is in ``into`` afterwards."""
+    digest = xxhash.xxh3_64()
+    for start in range(0, source.nbytes, PIECE_BYTES):
+        piece = into[start : start + PIECE_BYTES]
+        piece[:] = source[start : start + PIECE_BYTES]
+        digest.update(piece)
+    return digest.intdigest()
