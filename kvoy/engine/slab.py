@@ -5,6 +5,7 @@ the processes end. Who may write which slot when is the brain's affair, not this
 """
 
 import contextlib
+import fcntl
 import mmap
 import os
 import tempfile
@@ -19,7 +20,7 @@ DEFAULT_SLOT_BYTES = 2 << 20
 def nameless_file() -> int:
     """A new, empty file without a name; the descriptor is the caller's. A child that inherits it shares the memory."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("kvoy-slab", os.MFD_CLOEXEC)
+        return os.memfd_create("kvoy-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -40,9 +41,15 @@ class Slab:
         self.slots = slots
         self.slot_bytes = slot_bytes
         os.ftruncate(fd, slots * slot_bytes)
+        _seal(fd)
         self._map = mmap.mmap(fd, slots * slot_bytes)
         self._view = memoryview(self._map)
-        os.close(fd)
+        self._fd: int | None = fd
+
+    @property
+    def fd(self) -> int | None:
+        """Of the memory, for a process that may read it; None once it is closed."""
+        return self._fd
 
     @property
     def whole(self) -> memoryview:
@@ -58,5 +65,15 @@ class Slab:
     def close(self) -> None:
         """Idempotent. Slots that are still held keep the memory, and nothing else, until they are gone."""
         self._view.release()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
         with contextlib.suppress(BufferError):
             self._map.close()
+
+
+def _seal(fd: int) -> None:
+    """It keeps its size from now on: who maps it, another pod say, never meets a page that is gone."""
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        with contextlib.suppress(OSError):  # a file that is no memory file
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

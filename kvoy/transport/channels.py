@@ -23,6 +23,11 @@ _BOTH_ENDS: list[tuple[str, int]] = [
     ("grpc.http2.max_frame_size", 4 * MIB),
     # How far a stream may run ahead of its reader before flow control stops it: one frame of KV and a bit.
     ("grpc.http2.lookahead_bytes", 4 * MIB),
+    # A message is copied together from what each read from the socket gave: reads of 8 KiB (the default) make that
+    # hundreds of pieces a frame, each an object of Python's.
+    ("grpc.experimental.tcp_read_chunk_size", MIB),
+    ("grpc.experimental.tcp_min_read_chunk_size", MIB // 4),
+    ("grpc.experimental.tcp_max_read_chunk_size", 4 * MIB),
 ]
 CHANNEL_OPTIONS = [
     *_BOTH_ENDS,

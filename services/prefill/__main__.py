@@ -8,11 +8,13 @@ from kvoy.runtime.config import load
 from kvoy.runtime.engine_client import EngineClient
 from kvoy.runtime.engine_pod import EngineService
 from kvoy.runtime.pod import PodRuntime, run_service
+from kvoy.transport.allocator import keep_freed_memory
 from services.prefill.config import PrefillConfig
 from services.prefill.service import TABLE, assemble
 
 
 def main() -> int:
+    keep_freed_memory()
     config = load(PrefillConfig, sys.argv[1:], os.environ, "python -m services.prefill")
 
     async def start(pod: PodRuntime) -> EngineService:
