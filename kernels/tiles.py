@@ -15,7 +15,7 @@ def read_tiles(tiles: Tensor, fmt: KvFormat, head_dim: int) -> Tensor:
     fp32 numbers when they are int8."""
     if fmt.scales == "none":
         return tiles.view(fmt.dtype).view(*tiles.shape[:-1], -1, 2, head_dim)
-    codes, scales = _int8_parts(tiles, fmt, head_dim)
+    codes, scales = int8_parts(tiles, fmt, head_dim)
     numbers = codes.float()
     if fmt.scales == "token":
         return numbers.mul_(scales.view(codes.shape[:-1]).float().unsqueeze(-1))
@@ -30,7 +30,7 @@ def write_tiles(numbers: Tensor, tiles: Tensor, fmt: KvFormat) -> None:
     if fmt.scales == "none":
         tiles.view(fmt.dtype).view(numbers.shape).copy_(numbers)
         return
-    codes, scales = _int8_parts(tiles, fmt, head_dim)
+    codes, scales = int8_parts(tiles, fmt, head_dim)
     if fmt.scales == "token":
         found, scale = quantise(numbers, -1)
         codes.copy_(found)
@@ -44,7 +44,7 @@ def write_tiles(numbers: Tensor, tiles: Tensor, fmt: KvFormat) -> None:
     scales[..., head_dim:].copy_(v_scale.squeeze(-1))
 
 
-def _int8_parts(tiles: Tensor, fmt: KvFormat, head_dim: int) -> tuple[Tensor, Tensor]:
+def int8_parts(tiles: Tensor, fmt: KvFormat, head_dim: int) -> tuple[Tensor, Tensor]:
     """Views: codes [..., block tokens, k | v, head dim] and fp16 scales [..., of a tile]."""
     tile_bytes, fixed = tiles.shape[-1], fmt.tile_bytes(0, head_dim)
     block_tokens = (tile_bytes - fixed) // (fmt.tile_bytes(1, head_dim) - fixed)

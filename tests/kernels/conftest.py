@@ -8,7 +8,7 @@ import pytest
 from kernels import cpu, tiled_linear
 
 COMPILES = sys.platform == "linux" and importlib.util.find_spec("numba") is not None
-collect_ignore = [] if COMPILES else ["test_compiled.py", "test_vectors.py", "test_program.py"]
+collect_ignore = [] if COMPILES else ["test_compiled.py", "test_codes.py", "test_vectors.py", "test_program.py"]
 if not tiled_linear.multiplies():
     collect_ignore += ["test_amx.py", "test_prefill_compiled.py"]
 

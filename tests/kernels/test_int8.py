@@ -141,6 +141,7 @@ def test_attention_equals_float64_attention_over_what_the_pool_means(dtype, wind
             torch.testing.assert_close(found[row].double(), expected, atol=tolerance(dtype), rtol=0)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("valid_tokens", [0, 3, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS])
 @pytest.mark.parametrize(("pool_format", "wire_format"), PAIRS, ids=str)
@@ -171,6 +172,7 @@ def packed_by_hand(pool, blocks: torch.Tensor, valid_tokens: int) -> torch.Tenso
     return tiles
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("pool_format", "wire_format"), PAIRS, ids=str)
 def test_unpack_writes_the_part_and_nothing_else(wire_format, pool_format, order):
