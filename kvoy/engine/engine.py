@@ -6,6 +6,7 @@ Owns everything that takes memory. Knows nothing of processes, sockets or signal
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import assert_never
 
 import torch
@@ -13,7 +14,8 @@ import torch
 from kernels.cpu import compiles
 from kvoy.core.errors import ConfigError, EngineError, ModelError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
-from kvoy.core.types import GREEDY, KvSpec, ModelInfo
+from kvoy.core.types import GREEDY, KvDtype, KvSpec, ModelInfo
+from kvoy.core.wire import WireRun
 from kvoy.engine.device import Device, Mark, choose
 from kvoy.engine.graphs import Buckets
 from kvoy.engine.kv_cache import KvLayout, KvPool, blocks_in
@@ -75,6 +77,7 @@ class Engine:
         self._pending: deque[tuple[Mark, Exported | Imported]] = deque()
         if device.place.type == "cpu" and not compiles():
             progress("computing with torch alone; with the extra kvoy[cpu] decode is up to half faster")
+        self._warm_up_transfers()
         try:
             self._warm_up(context_tokens)
         except EngineError as error:
@@ -125,6 +128,16 @@ class Engine:
         started_at = time.monotonic()
         self._runner.capture(buckets)
         progress(f"captured {len(list(buckets))} sizes of decode steps in {time.monotonic() - started_at:.1f} s")
+
+    def _warm_up_transfers(self) -> None:
+        """Have compiled what turns KV into another format: zeros, there and back, in a layer of the first block."""
+        spec = self._pool.layout.spec
+        other = [KvDtype.INT8_CHANNEL] if spec.dtype is not KvDtype.INT8 else []
+        for wire in (spec.dtype, *other):
+            run = WireRun(wire, spec.block_tokens, 1)
+            if replace(spec, dtype=wire).layer_bytes <= self._slab.slot_bytes:
+                self.obey(ExportBlocks(0, 0, (0,), 0, 1, 0, wire))
+                self.obey(ImportBlocks(0, 0, (0,), 0, 1, run))
 
     def _warm_up(self, context_tokens: int) -> None:
         """Make the first request not pay for what torch sets up on first use. Leaves garbage in the first blocks,

@@ -5,15 +5,16 @@ also the wire's (KvSpec): change the two together.
 """
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kernels.kv_pack import KvPart, kv_pack, kv_unpack
+from kernels.kv_pack import KvPart, TokenSpan, kv_pack, kv_unpack, kv_unpack_tokens
 from kernels.paged import KvFormat, KvWire, PagedLayer, PagedPool, PoolShape, TileStrides
 from kvoy.core.errors import ConfigError, InvariantError
 from kvoy.core.types import KvDtype, KvSpec
+from kvoy.core.wire import WireRun
 from kvoy.engine.messages import ExportBlocks, ImportBlocks
 
 KV_FORMATS = {
@@ -85,19 +86,20 @@ class KvPool:
     def check(self, order: ExportBlocks | ImportBlocks, slot_bytes: int) -> None:
         """InvariantError when an order does not fit the pool or a slot. ``pack`` and ``unpack`` take it as checked."""
         self._part(order)
-        blocks = order.blocks
+        blocks, wire = order.blocks, wire_of(order, self.layout.spec)
         if not blocks or min(blocks) < 0 or max(blocks) >= self.layout.blocks:
             raise InvariantError(f"blocks {tuple(blocks)} are not in a pool of {self.layout.blocks}")
-        if self.wire_bytes(order) > slot_bytes:
-            raise InvariantError(f"{self.wire_bytes(order)} bytes do not fit a slot of {slot_bytes}")
+        if {KV_FORMATS[wire.dtype].scales, self.layout.format.scales} == {"channel", "token"}:
+            raise InvariantError(f"a pool of {self.layout.spec} has no part in a wire of {wire.dtype.label}")
         if isinstance(order, ImportBlocks):
-            if len(set(blocks)) < len(blocks):
-                raise InvariantError(f"blocks {blocks} to import are not all different")
+            _check_import(order)
         elif not 0 <= order.valid_tokens <= len(blocks) * self.layout.spec.block_tokens:
             raise InvariantError(f"{order.valid_tokens} valid tokens in {len(blocks)} blocks")
+        if self.wire_bytes(order) > slot_bytes:
+            raise InvariantError(f"{self.wire_bytes(order)} bytes do not fit a slot of {slot_bytes}")
 
     def wire_bytes(self, order: ExportBlocks | ImportBlocks) -> int:
-        return len(order.blocks) * order.layers * self.layout.spec.layer_bytes
+        return _wire_blocks(order) * order.layers * wire_of(order, self.layout.spec).layer_bytes
 
     def pack(self, order: ExportBlocks, blocks: Tensor, memory: Tensor) -> None:
         """Pool blocks into the leading bytes of ``memory`` (uint8); ``blocks`` [n] int64 are the order's. All three are
@@ -105,8 +107,14 @@ class KvPool:
         kv_pack(self._pool, blocks, self._part(order), order.valid_tokens, self._wire(order, memory))
 
     def unpack(self, order: ImportBlocks, blocks: Tensor, memory: Tensor) -> None:
-        """The inverse of ``pack``."""
-        kv_unpack(self._wire(order, memory), blocks, self._part(order), self._pool)
+        """The inverse of ``pack``; of a run that is not just these blocks, the tokens that belong in them."""
+        wire, part, run = self._wire(order, memory), self._part(order), order.run
+        block_tokens = self.layout.spec.block_tokens
+        if run is None or _is_just(run, len(order.blocks), block_tokens):
+            kv_unpack(wire, blocks, part, self._pool)
+            return
+        span = _span(run, len(order.blocks) * block_tokens)
+        kv_unpack_tokens(wire, span, blocks, part, self._pool)
 
     def _part(self, order: ExportBlocks | ImportBlocks) -> KvPart:
         spec = self.layout.spec
@@ -116,8 +124,45 @@ class KvPool:
         return KvPart(order.first_layer, order.layers, 0, spec.kv_heads)
 
     def _wire(self, order: ExportBlocks | ImportBlocks, memory: Tensor) -> KvWire:
-        tiles = memory[: self.wire_bytes(order)]
-        return KvWire(tiles.view(len(order.blocks), order.layers, self.layout.spec.kv_heads, -1), self._pool.format)
+        tiles = memory[: self.wire_bytes(order)].view(_wire_blocks(order), order.layers, self.layout.spec.kv_heads, -1)
+        return KvWire(tiles, KV_FORMATS[wire_of(order, self.layout.spec).dtype])
+
+
+def wire_of(order: ExportBlocks | ImportBlocks, pool: KvSpec) -> KvSpec:
+    """How the order's slot is laid out, for a pool of ``pool``."""
+    if isinstance(order, ExportBlocks):
+        return pool if order.wire is None else replace(pool, dtype=order.wire)
+    if order.run is None:
+        return pool
+    return replace(pool, dtype=order.run.dtype, block_tokens=order.run.block_tokens)
+
+
+def _wire_blocks(order: ExportBlocks | ImportBlocks) -> int:
+    if isinstance(order, ImportBlocks) and order.run is not None:
+        return order.run.blocks
+    return len(order.blocks)
+
+
+def _check_import(order: ImportBlocks) -> None:
+    if len(set(order.blocks)) < len(order.blocks):
+        raise InvariantError(f"blocks {order.blocks} to import are not all different")
+    run = order.run
+    if run is not None and (run.blocks < 1 or run.block_tokens < 1 or run.skip_tokens < 0):
+        raise InvariantError(f"{run} is no run of blocks")
+
+
+def _is_just(run: WireRun, blocks: int, block_tokens: int) -> bool:
+    """Whether it is so many whole blocks of that size."""
+    return run == WireRun(run.dtype, block_tokens, blocks)
+
+
+def _span(run: WireRun, room_tokens: int) -> TokenSpan:
+    """Of the run what is not to be skipped and lies in blocks that hold ``room_tokens``; maybe nothing."""
+    first = max(run.skip_tokens, -run.first_token, 0)
+    end = min(run.blocks * run.block_tokens, room_tokens - run.first_token)
+    if first >= end:
+        return TokenSpan(run.block_tokens, 0, 0, 0)
+    return TokenSpan(run.block_tokens, first, end - first, run.first_token + first)
 
 
 def _zeros(size_bytes: int, place: torch.device) -> Tensor:
