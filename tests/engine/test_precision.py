@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,24 @@ def _one_thread():
 
 
 def forced(
-    decoder: Decoder, pool: KvPool, cases: list[dict], cached_tokens: int = 0, together: int = TOGETHER
+    decoder: Decoder,
+    pool: KvPool,
+    cases: list[dict],
+    cached_tokens: int = 0,
+    together: int = TOGETHER,
+    handed_over: Callable[["Forced"], None] | None = None,
 ) -> list[torch.Tensor]:
     """For each case logits [output ids, vocab] where each follows the reference's ids: its prompt in one step, or the
-    first ``cached_tokens`` of it in a step before, then one step of decode a token, a few cases together."""
+    first ``cached_tokens`` of it in a step before, then one step of decode a token, a few cases together. What is
+    ``handed_over`` may change the prompt's KV before it is decoded."""
     found: list[torch.Tensor] = []
     for first in range(0, len(cases), together):
         rows = [Forced(case, pool, place) for place, case in enumerate(cases[first : first + together])]
         for row in rows:
             for chunk in row.chunks(cached_tokens):
                 row.logits.append(logits(decoder, pool, StepPlan(1, (chunk,))))
+            if handed_over is not None:
+                handed_over(row)
         for step in range(max(len(row.outputs) for row in rows) - 1):
             going_on = [row for row in rows if step < len(row.outputs) - 1]
             plan = StepPlan(1, decode=tuple(row.decode(step) for row in going_on))
