@@ -2,7 +2,7 @@
 
 ``python -m bench.precision`` reads a text in the public domain window by window, in chunks over the paged pool, so that
 every key and value comes out of the pool in its format. All formats read the same chunk one after the other and are
-compared at once.
+compared at once. With ``--wire`` the KV of each chunk also crosses a wire in int8 before the next chunk reads it.
 """
 
 import argparse
@@ -22,8 +22,10 @@ from bench.report import Line, Report, Target
 from kvoy.core.errors import ConfigError
 from kvoy.core.step import PrefillRow, StepPlan
 from kvoy.core.types import KvDtype, KvSpec
+from kvoy.core.wire import WireRun
 from kvoy.engine.batch import Limits, build_batch
 from kvoy.engine.kv_cache import KvLayout, KvPool
+from kvoy.engine.messages import ExportBlocks, ImportBlocks
 from kvoy.engine.model import Decoder
 from kvoy.engine.models import ModelFiles, resolve
 from kvoy.engine.settings_check import DTYPES, KV_DTYPES
@@ -37,8 +39,13 @@ MIN_BF16_RATIO = 1.9
 """KV in int8 takes half of bf16, but for its scales: 4 bytes beside 2 * head_dim."""
 FORMATS = (("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "int8"), ("bf16", "bf16"), ("bf16", "int8"))
 """Of weights and KV; the first is what all are compared with."""
+WIRES = ("fp32", "bf16")
+"""Weights and KV whose KV crosses the wire in int8."""
+MAX_WIRE_KL, MIN_WIRE_TOP1, MAX_WIRE_BYTES = 5e-4, 0.98, 0.54
+"""Of int8 on the wire: KL in nats and likeliest tokens against the same pool without a wire, bytes against bf16's."""
 _ABOUT = "Measure what number formats of weights and KV cost in perplexity."
 _BLOCK_TOKENS = 16
+_WIRE = KvDtype.INT8_CHANNEL
 _WINDOWS_AT_ONCE = 4
 
 
@@ -75,7 +82,12 @@ class Reader:
     kv: str
     decoder: Decoder
     pool: KvPool
+    has_wire: bool = False
+    """KV is packed into int8 by channel and unpacked again once it is computed."""
     reading: Reading = field(default_factory=Reading)
+    """Against the first format."""
+    beside_own: Reading = field(default_factory=Reading)
+    """Against the same weights and KV without a wire."""
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Of every token of the plan [tokens, vocab], not of the last of each row only."""
@@ -84,18 +96,37 @@ class Reader:
         batch = build_batch(plan, limits)
         return self.decoder.forward(replace(batch, sample_rows=torch.arange(batch.tokens)), self.pool)
 
+    def cross_wire(self, plan: StepPlan) -> None:
+        """Pack the blocks that the plan has filled, and unpack them in their places."""
+        spec = self.pool.layout.spec
+        for row in plan.prefill:
+            end = row.start + len(row.token_ids)
+            blocks = tuple(row.block_table[row.start // spec.block_tokens : end // spec.block_tokens])
+            if blocks:
+                slot = memoryview(bytearray(len(blocks) * _wire_spec(spec).block_bytes))
+                tokens, run = len(blocks) * spec.block_tokens, WireRun(_WIRE, spec.block_tokens, len(blocks))
+                self.pool.export_blocks(ExportBlocks(0, 0, blocks, 0, spec.layers, tokens, _WIRE), slot)
+                self.pool.import_blocks(ImportBlocks(0, 0, blocks, 0, spec.layers, run), slot)
 
-def readers(files: ModelFiles, formats: Sequence[tuple[str, str]], pool_tokens: int) -> list[Reader]:
-    """Formats of equal weights share them."""
+
+def _wire_spec(spec: KvSpec) -> KvSpec:
+    return replace(spec, dtype=_WIRE)
+
+
+def readers(
+    files: ModelFiles, formats: Sequence[tuple[str, str]], pool_tokens: int, wires: Sequence[str] = ()
+) -> list[Reader]:
+    """Formats of equal weights share them. ``wires`` are weights and KV that once more are read over a wire."""
     spec = files.spec()
     decoders: dict[str, Decoder] = {}
     made = []
-    for weights, kv in formats:
+    wanted = [(*of, False) for of in formats] + [(of, of, True) for of in wires]
+    for weights, kv, has_wire in wanted:
         if weights not in decoders:
             decoders[weights] = Decoder(spec, load_weights(files, DTYPES[weights]))
         kv_spec = KvSpec(len(spec.layers), spec.kv_heads, spec.head_dim, _BLOCK_TOKENS, KV_DTYPES[kv])
         pool = KvPool(KvLayout(kv_spec, kv_spec.blocks_for(pool_tokens)))
-        made.append(Reader(weights, kv, decoders[weights], pool))
+        made.append(Reader(weights, kv, decoders[weights], pool, has_wire))
     return made
 
 
@@ -119,10 +150,16 @@ def read(everyone: Sequence[Reader], ids: Sequence[int], *, window_tokens: int, 
     for first in range(0, len(windows), _WINDOWS_AT_ONCE):
         for plan, targets in plans(windows[first : first + _WINDOWS_AT_ONCE], chunk_tokens):
             reference: Tensor | None = None
+            own: dict[str, Tensor] = {}
             for reader in everyone:
                 logits = reader.logits(plan)
                 reference = logits if reference is None else reference
                 reader.reading.add(logits, reference, targets)
+                if reader.has_wire:
+                    reader.beside_own.add(logits, own[reader.weights], targets)
+                    reader.cross_wire(plan)
+                elif reader.kv == reader.weights:
+                    own[reader.weights] = logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +177,19 @@ class Cost:
     kl: float
     """Mean over the tokens, from fp32 throughout."""
     top1: float
+    wire: str = ""
+    """What KV was on its way; empty: it stayed where it was."""
+    own_kl: float = 0.0
+    """With a wire: from the same without one."""
+    own_top1: float = 1.0
 
 
 def costs(everyone: Sequence[Reader]) -> list[Cost]:
-    own = {reader.weights: reader.reading.perplexity for reader in everyone if reader.kv == reader.weights}
+    own = {reader.weights: reader.reading.perplexity for reader in everyone if _is_own(reader)}
     made = []
     for reader in everyone:
-        spec, reading = reader.pool.layout.spec, reader.reading
+        spec, reading, beside = reader.pool.layout.spec, reader.reading, reader.beside_own
+        spec = _wire_spec(spec) if reader.has_wire else spec
         made.append(
             Cost(
                 weights=reader.weights,
@@ -157,15 +200,22 @@ def costs(everyone: Sequence[Reader]) -> list[Cost]:
                 rise=reading.perplexity / own[reader.weights] - 1,
                 kl=reading.divergence / reading.tokens,
                 top1=reading.agreements / reading.tokens,
+                wire="int8" if reader.has_wire else "",
+                own_kl=beside.divergence / beside.tokens if reader.has_wire else 0.0,
+                own_top1=beside.agreements / beside.tokens if reader.has_wire else 1.0,
             )
         )
     return made
 
 
+def _is_own(reader: Reader) -> bool:
+    return reader.kv == reader.weights and not reader.has_wire
+
+
 def table(found: Sequence[Cost]) -> str:
-    rows = ["weights  KV    bytes a token  bf16/KV  perplexity     rise  KL to fp32    top-1"]
+    rows = ["weights  KV    wire  bytes a token  bf16/KV  perplexity     rise  KL to fp32    top-1"]
     rows += [
-        f"{cost.weights:7}  {cost.kv:4}  {cost.kv_token_bytes:13,.0f}  {cost.bf16_ratio:7.3f}  "
+        f"{cost.weights:7}  {cost.kv:4}  {cost.wire:4}  {cost.kv_token_bytes:13,.0f}  {cost.bf16_ratio:7.3f}  "
         f"{cost.perplexity:10.4f}  {cost.rise:+7.3%}  {cost.kl:10.2e}  {cost.top1:7.2%}"
         for cost in found
     ]
@@ -180,8 +230,19 @@ def report(found: Sequence[Cost], about: dict[str, object], note: str) -> Report
             lines.append(Line(what, 100 * cost.rise, "%", target=Target(100 * MAX_RISE, at_least=False)))
             what = f"{cost.weights} weights, int8 KV: tokens in the memory of one in bf16"
             lines.append(Line(what, cost.bf16_ratio, "", target=Target(MIN_BF16_RATIO)))
+        if cost.wire:
+            lines += _wire_lines(cost)
     details = about | {"formats": [asdict(cost) for cost in found]}
     return Report("precision", this_machine(), lines, (note, table(found)), details)
+
+
+def _wire_lines(cost: Cost) -> list[Line]:
+    what = f"{cost.weights}, int8 on the wire"
+    return [
+        Line(f"{what}: KL to none", cost.own_kl, "", target=Target(MAX_WIRE_KL, at_least=False)),
+        Line(f"{what}: likeliest tokens the same", cost.own_top1, "", target=Target(MIN_WIRE_TOP1)),
+        Line(f"{what}: bytes of bf16's", 1 / cost.bf16_ratio, "", target=Target(MAX_WIRE_BYTES, at_least=False)),
+    ]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +253,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--window-tokens", type=at_least_one, default=1024, help="of each of the texts that the text is cut into"
     )
     parser.add_argument("--chunk-tokens", type=at_least_one, default=64, help="of a window that one step reads")
+    parser.add_argument("--wire", action="store_true", help="measure KV that crosses a wire in int8, too")
     parser.add_argument("--threads", type=at_least_one, default=len(usable_cores()))
 
 
@@ -203,7 +265,8 @@ def _measure(options: argparse.Namespace, console: Console) -> Report:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {options.text} as text in UTF-8: {error}") from error
     ids = Tokenizer.load(files).encode(text, special=False)
-    everyone = readers(files, FORMATS, _WINDOWS_AT_ONCE * (options.window_tokens + _BLOCK_TOKENS))
+    pool_tokens = _WINDOWS_AT_ONCE * (options.window_tokens + _BLOCK_TOKENS)
+    everyone = readers(files, FORMATS, pool_tokens, WIRES if options.wire else ())
     read(
         everyone, ids[: options.tokens or None], window_tokens=options.window_tokens, chunk_tokens=options.chunk_tokens
     )

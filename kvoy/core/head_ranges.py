@@ -31,8 +31,8 @@ class HeadTransfer:
 
 
 def owned_heads(kv_heads: int, rank: int, degree: int) -> HeadRange:
-    """Of rank ``rank`` of ``degree``: as even a share as whole heads allow. With more ranks than heads each rank has one
-    head, and neighbours have the same."""
+    """Of rank ``rank`` of ``degree``: as even a share as whole heads allow. With more ranks than heads each rank has
+    one head, and neighbours have the same."""
     if kv_heads < 1 or not 0 <= rank < degree:
         raise InvariantError(f"rank {rank} of {degree} has no share of {kv_heads} kv heads")
     first = rank * kv_heads // degree

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.precision import MAX_RISE, TEXT, costs, read, readers, report, table
+from bench.precision import MAX_RISE, MAX_WIRE_KL, TEXT, costs, read, readers, report, table
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import GREEDY, KvDtype
 from kvoy.engine.kv_cache import KvPool
@@ -122,15 +122,17 @@ def test_bf16_begins_an_answer_alike_whether_its_prefix_was_cached_or_not(smollm
 
 
 def test_int8_kv_hardly_raises_the_perplexity_of_a_text(smollm2):
-    everyone = readers(smollm2, (("bf16", "bf16"), ("bf16", "int8")), pool_tokens=2 * 272)
+    everyone = readers(smollm2, (("bf16", "bf16"), ("bf16", "int8")), pool_tokens=2 * 272, wires=("bf16",))
     ids = Tokenizer.load(smollm2).encode(TEXT.read_text()[:3000])
     read(everyone, ids, window_tokens=256, chunk_tokens=16)
-    own, int8 = found = costs(everyone)
+    own, int8, wire = found = costs(everyone)
     assert own.kl == 0
     assert own.bf16_ratio == 1
     assert int8.bf16_ratio == pytest.approx(1.939, abs=1e-3)
     assert abs(int8.rise) < 2 * MAX_RISE  # of some 500 tokens; the bench holds 27,000 to half of it
     assert int8.kl < MAX_KL
     assert int8.top1 >= MIN_TOP1
-    assert len(report(found, {}, "").lines) == 2
-    assert len(table(found).splitlines()) == 3
+    assert 0 < wire.own_kl < 2 * MAX_WIRE_KL  # bf16 rounds anew whatever differs a little
+    assert wire.own_top1 >= MIN_TOP1
+    assert len(report(found, {}, "").lines) == 5
+    assert len(table(found).splitlines()) == 4
