@@ -20,4 +20,4 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = ((_MMAP_THRESHOLD, _LARGEST_BYTES), (_TRIM_THRESHOLD, _KEPT_BYTES), (_TOP_PAD, _GROWTH_BYTES))
-    return all([mallopt(name, value) for name, value in settings])
+    return all(mallopt(name, value) for name, value in settings)

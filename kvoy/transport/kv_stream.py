@@ -7,16 +7,18 @@ out and what its checksum covers is in frame_wire.py.
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from kvoy.core.errors import InvalidRequest, KvoyError, Overloaded, PeerError, Unavailable
 from kvoy.core.frames import Commit, Committed, FrameHeader, Opening, ReceiverMessage, Refused
+from kvoy.core.types import TransportOffer
 from kvoy.transport.calls import CallerExchange, ClientExchange, decoded
 from kvoy.transport.channels import Channels
 from kvoy.transport.codec import kv
 from kvoy.transport.codec.fields import parse
-from kvoy.transport.frame_wire import Frame, frame_to_wire, push_from_wire
+from kvoy.transport.frame_wire import Frame, frame_to_wire, push_from_wire, reference_to_wire
+from kvoy.transport.links import Links
 from kvoy.transport.payloads import Payload, Source, Sources, is_carried, payload_of
 from kvoy.transport.ports import HandoffStream
 from kvoy.transport.rpc import Duplex, Exchange, Registration
@@ -166,15 +168,22 @@ def _too_slow() -> KvoyError:
 
 
 class GrpcHandoffConnector:
-    """HandoffConnector over gRPC. The caller keeps ``channels`` and closes it."""
+    """HandoffConnector over gRPC. The caller keeps ``channels`` and closes it, but ``close`` closes ``links``. With
+    more than one stream per pod, further connections are this one's own, and handoffs take turns."""
 
-    def __init__(self, channels: Channels) -> None:
-        self._channels = channels
+    def __init__(self, channels: Channels, links: Links | None = None, *, streams: int = 1) -> None:
+        self._more = [Channels() for _ in range(streams - 1)]
+        self._turns = itertools.cycle((channels, *self._more))
+        self._links = links or Links()
         self._open: weakref.WeakSet[SenderStream] = weakref.WeakSet()
 
-    async def open(self, address: str, opening: Opening, timeout_s: float) -> HandoffStream:
-        """``timeout_s`` bounds the whole handoff. PeerError when nobody listens there."""
-        stream = SenderStream(ClientExchange(self._channels.to(address), address, PUSH_PATH, timeout_s), address)
+    async def open(
+        self, address: str, opening: Opening, timeout_s: float, offers: Sequence[TransportOffer] = ()
+    ) -> HandoffStream:
+        """See ports.HandoffConnector."""
+        opening = await self._links.choose(opening, offers)
+        exchange = ClientExchange(next(self._turns).to(address), address, PUSH_PATH, timeout_s)
+        stream = SenderStream(exchange, address, refers=not is_carried(opening))
         await stream.send_opening(opening)
         self._open.add(stream)
         return stream
@@ -183,24 +192,29 @@ class GrpcHandoffConnector:
         """Cuts every handoff that is still open."""
         for stream in list(self._open):
             await stream.close()
+        for channels in self._more:
+            await channels.close()
+        await self._links.close()
 
 
 class SenderStream:
     """The sender's end of one handoff, over any exchange. One task may send while another reads; cancelling either
     cuts the handoff."""
 
-    def __init__(self, exchange: CallerExchange, address: str) -> None:
+    def __init__(self, exchange: CallerExchange, address: str, *, refers: bool = False) -> None:
         self._exchange = exchange
         self._address = address
+        self._refers = refers
         self._closed = False
 
     async def send_opening(self, opening: Opening) -> None:
         """The first message; said by the connector."""
         await self._exchange.write(pb.PushRequest(opening=kv.opening_to_proto(opening)).SerializeToString())
 
-    async def send_frame(self, header: FrameHeader, payload: memoryview) -> None:
+    async def send_frame(self, header: FrameHeader, payload: memoryview, offset: int = 0) -> None:
         """See ports.HandoffStream. Waits while the receiver does not take frames."""
-        await self._exchange.write(frame_to_wire(header, payload))
+        wire = reference_to_wire(header, payload, offset) if self._refers else frame_to_wire(header, payload)
+        await self._exchange.write(wire)
 
     async def send_commit(self, commit: Commit) -> None:
         """See ports.HandoffStream."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvoy.core.errors import KvoyError, PeerError
 from kvoy.core.frames import Opening
-from kvoy.core.types import KvSpec, Pod
+from kvoy.core.types import KvSpec, Pod, TransportOffer
 from kvoy.transport.kv_stream import IngestHandler, SenderStream, ingest_service
 from kvoy.transport.ports import HandoffStream, Subscription
 from kvoy.transport.rpc import Duplex
@@ -125,7 +125,13 @@ class MemoryHandoffConnector:
         self._methods = {address: ingest_service(handler).methods["Push"] for address, handler in receivers.items()}
         self._pipes: set[_Pipe] = set()
 
-    async def open(self, address: str, opening: Opening, timeout_s: float) -> HandoffStream:
+    async def open(
+        self,
+        address: str,
+        opening: Opening,
+        timeout_s: float,
+        offers: Sequence[TransportOffer] = (),  # noqa: ARG002 - there is one way only
+    ) -> HandoffStream:
         """PeerError for an address that is not in ``receivers``."""
         push = self._methods.get(address)
         if not isinstance(push, Duplex):
@@ -133,7 +139,11 @@ class MemoryHandoffConnector:
         pipe = _Pipe(push, address, timeout_s)
         self._pipes.add(pipe)
         stream = SenderStream(pipe, address)
-        await stream.send_opening(opening)
+        try:
+            await stream.send_opening(opening)
+        except asyncio.CancelledError:
+            await stream.close()
+            raise
         return stream
 
     async def close(self) -> None:

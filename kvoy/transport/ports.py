@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from kvoy.core.frames import Commit, FrameHeader, Opening, ReceiverMessage
-from kvoy.core.types import KvSpec, Pod
+from kvoy.core.types import KvSpec, Pod, TransportOffer
 
 
 class Directory(Protocol):
@@ -57,8 +57,10 @@ class Bus(Protocol):
 class HandoffStream(Protocol):
     """The sender's end of one handoff. Messages arrive in the order sent, or the stream breaks with PeerError."""
 
-    async def send_frame(self, header: FrameHeader, payload: memoryview) -> None:
-        """Takes the frame; ``payload`` may change once this returns. The checksum is added here."""
+    async def send_frame(self, header: FrameHeader, payload: memoryview, offset: int = 0) -> None:
+        """Takes the frame; the checksums are added here. Where payloads travel in the frames, ``payload`` may change
+        once this returns; else it lies at ``offset`` in the slab of the connector's links, and must stay as it is
+        until it is acknowledged: what has changed is refused, as damaged."""
         ...
 
     async def send_commit(self, commit: Commit) -> None: ...
@@ -75,7 +77,12 @@ class HandoffStream(Protocol):
 class HandoffConnector(Protocol):
     """Opens handoffs to decode pods; connections are kept and shared."""
 
-    async def open(self, address: str, opening: Opening, timeout_s: float) -> HandoffStream: ...
+    async def open(
+        self, address: str, opening: Opening, timeout_s: float, offers: Sequence[TransportOffer] = ()
+    ) -> HandoffStream:
+        """``timeout_s`` bounds the whole handoff. PeerError when nobody listens there. Of the ``offers`` for payloads
+        the first that works is taken; the opening that is sent says which."""
+        ...
 
     async def close(self) -> None: ...
 

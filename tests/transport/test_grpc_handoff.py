@@ -1,4 +1,4 @@
-"""Handoffs: the same suite over loopback gRPC and over the in-memory twin, then what only a real wire can do."""
+"""Handoffs: the same suite over every transport and over the in-memory twin, then what only a real wire can do."""
 
 import asyncio
 import contextlib
@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 
 from kvoy.core.errors import DeadlinePassed, PeerError
-from kvoy.core.frames import Ack, Commit, Committed, Nack, Refused, Welcome
+from kvoy.core.frames import Ack, Commit, Committed, HandoffKey, Nack, Refused, Welcome
 from kvoy.core.types import TokenLogprob
 from kvoy.transport.channels import MIB, Channels
 from kvoy.transport.frame_wire import frame_to_wire
 from kvoy.transport.kv_stream import PUSH_PATH, GrpcHandoffConnector, ingest_service
-from kvoy.transport.memory import MemoryHandoffConnector
 from kvoy.v1 import kv_pb2 as pb
-from tests.transport import values
+from tests.transport import transports, values
 from tests.transport.handlers import Ingest, until
 
 COMMIT = Commit(values.KEY, 2, 17, TokenLogprob(17, -0.5, ((17, -0.5), (3, -2.0))), 1_700_000_000.25)
@@ -30,18 +29,18 @@ def header(seq: int, size: int = 4096):
     return values.header(seq, size // values.SPEC.block_bytes)
 
 
-@pytest.fixture(params=["grpc", "memory"])
+@pytest.fixture(params=transports.NAMES)
 async def pair(request, serve, channels):
     """A receiver's handler, its address, and a connector to it."""
-    handler = Ingest()
-    if request.param == "grpc":
-        address = (await serve(ingest_service(handler))).address
-        connector = GrpcHandoffConnector(channels)
-    else:
-        address = "decode-1"
-        connector = MemoryHandoffConnector({address: handler})
-    yield handler, address, connector
-    await connector.close()
+    async with transports.transport(request.param, serve, channels) as ends:
+        yield ends
+
+
+@pytest.fixture(params=["grpc", "memory"])
+async def carrying(request, serve, channels):
+    """The same, where payloads travel in the frames."""
+    async with transports.transport(request.param, serve, channels) as ends:
+        yield ends
 
 
 def assert_lost(handler, stream: int) -> None:
@@ -60,7 +59,7 @@ async def open_to(pair, timeout_s: float = 30):
 async def test_a_whole_handoff(pair):
     handler, *_ = pair
     stream, messages, receiver = await open_to(pair)
-    assert receiver.opening == values.OPENING
+    assert replace(receiver.opening, transport="grpc", source=b"") == values.OPENING
     receiver.send(Welcome(4, 0))
     assert await anext(messages) == Welcome(4, 0)
     buffer = bytearray(payload(1))
@@ -114,6 +113,53 @@ async def test_the_sender_leaves(pair):
         await stream.send_frame(header(1), payload(0))
 
 
+async def test_many_handoffs_at_once(pair):
+    handler, address, connector = pair
+
+    async def hand_over(number: int) -> None:
+        key = HandoffKey(f"r{number}", 1)
+        stream = await connector.open(address, replace(values.OPENING, key=key), 30)
+        for seq in range(4):
+            await stream.send_frame(replace(header(seq), key=key), payload(number + seq))
+            await until(lambda seq=seq: (key, seq) in [(h.key, h.seq) for h, _, _ in handler.frames])
+        await stream.send_commit(replace(COMMIT, key=key))
+        await until(lambda: key in [commit.key for commit in handler.commits])
+        next(r for r in handler.streams if r.opening.key == key).send(Committed())
+        assert [message async for message in stream.messages()] == [Committed()]
+
+    await asyncio.gather(*(hand_over(number) for number in range(6)))
+    assert sum(is_whole for _, _, is_whole in handler.frames) == 24
+    await until(lambda: len(handler.ended) == 6)
+    assert {reason for _, reason in handler.ended} == {""}
+
+
+@pytest.mark.parametrize("after_turns", [0, 1, 2, 3, 5, 8, 13, 40])
+async def test_closed_at_any_moment_nothing_is_left(pair, after_turns):
+    handler, address, connector = pair
+    first = await connector.open(address, values.OPENING, 30)
+    await until(lambda: len(handler.streams) == 1)
+    await first.close()
+    await until(lambda: len(handler.ended) == 1)
+    descriptors, mappings = transports.descriptors(), transports.mappings()
+
+    async def hand_over() -> None:
+        stream = await connector.open(address, values.OPENING, 30)
+        try:
+            for seq in range(100):
+                await stream.send_frame(header(seq), payload(seq))
+        finally:
+            await stream.close()
+
+    sending = asyncio.create_task(hand_over())
+    for _ in range(after_turns):
+        await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait({sending})
+    await until(lambda: len(handler.ended) == len(handler.streams))
+    # Fewer, where libraries let go of what tests before this one had used.
+    await until(lambda: transports.descriptors() <= descriptors and transports.mappings() <= mappings)
+
+
 async def test_the_sender_leaves_while_its_reader_waits(pair):
     handler, *_ = pair
     stream, messages, _ = await open_to(pair)
@@ -148,11 +194,11 @@ async def test_nobody_there(pair):
         await connector.open("127.0.0.1:1", values.OPENING, 5)
 
 
-async def test_a_stalled_receiver_stops_the_sender(pair):
+async def test_a_stalled_receiver_stops_the_sender(carrying):
     """With a handler that takes no frame, only what fits into windows and pipes is ever under way."""
-    handler, *_ = pair
+    handler, *_ = carrying
     handler.gate.clear()
-    stream, _, _ = await open_to(pair)
+    stream, _, _ = await open_to(carrying)
     sent = 0
 
     async def send():

@@ -1,0 +1,211 @@
+"""Transport ``shm``: the decode pod reads frames from the staging slab of a prefill pod on the same host.
+
+A decode pod listens on a Unix socket in a directory of its own. A prefill pod connects and passes the descriptor of
+its slab with a token, which its openings then name; the mapping lasts as long as that connection, and as the handoffs
+that use it. Nothing here trusts the other end: what could shrink is refused, and every range is checked.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from kvoy.core.errors import PeerError
+from kvoy.core.frames import Opening
+from kvoy.core.types import TransportOffer
+from kvoy.core.wire import SHM
+from kvoy.transport.payloads import Source, copy_and_hash
+
+TOKEN_BYTES = 16
+MAX_SLABS = 64
+"""Of all prefill pods together; more are turned away, and send over gRPC."""
+_GREETING_S = 5.0
+"""What the other end has for its part of the introduction."""
+_TAKEN = b"+"
+
+_log = logging.getLogger(__name__)
+
+
+def host_identity() -> str:
+    """Equal where processes may reach each other's files and memory: same boot, same user namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}.{Path('/proc/self/ns/user').stat().st_ino}"
+
+
+class SharedMemory:
+    """A slab as another process maps it, read-only. It is unmapped when nobody holds this any more."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    @classmethod
+    def map(cls, fd: int) -> "SharedMemory":
+        """The memory behind ``fd``, which stays the caller's. PeerError if it is not what a slab is: a read of memory
+        that its owner has taken away would kill this process."""
+        try:
+            is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            size = os.fstat(fd).st_size
+            if not is_sealed or not size or not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise PeerError("what was passed is not memory that keeps its size", "bad_source")
+            return cls(memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)))
+        except (OSError, ValueError) as error:
+            raise PeerError(f"what was passed cannot be mapped: {error}", "bad_source") from error
+
+    def holds(self, offset: int, nbytes: int) -> bool:
+        """See payloads.Source."""
+        return 0 <= offset <= offset + nbytes <= self._view.nbytes
+
+    async def fetch(self, offset: int, into: memoryview) -> int:
+        """See payloads.Source."""
+        return copy_and_hash(self._view[offset : offset + into.nbytes], into)
+
+
+class ShmSources:
+    """The decode pod's end: Sources by token, and the socket where they are introduced. Serves from ``serve`` on,
+    until that is cancelled; ``close`` gives all back."""
+
+    def __init__(self) -> None:
+        """OSError where there is no place for the socket."""
+        self._directory = tempfile.mkdtemp(prefix="kvoy-shm-")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._slabs: dict[bytes, SharedMemory] = {}
+        try:
+            path = str(Path(self._directory, "slabs"))
+            self._listener.setblocking(False)
+            self._listener.bind(path)
+            self._listener.listen(MAX_SLABS)
+            self.offer = TransportOffer(SHM, f"{host_identity()}:{path}")
+        except OSError:
+            self.close()
+            raise
+
+    def find(self, opening: Opening) -> Source | None:
+        """See payloads.Sources."""
+        return self._slabs.get(opening.source) if opening.transport == SHM else None
+
+    async def serve(self) -> None:
+        """Takes slabs until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as guests:
+            while True:
+                connection, _ = await loop.sock_accept(self._listener)
+                guests.create_task(self._host(connection))
+
+    def close(self) -> None:
+        """At any time, more than once. What is being read stays mapped until it has been read."""
+        self._slabs.clear()
+        self._listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _host(self, connection: socket.socket) -> None:
+        """One prefill pod, as long as it is there."""
+        token = b""
+        with connection:
+            connection.setblocking(False)
+            try:
+                async with asyncio.timeout(_GREETING_S):
+                    token, slab = await _introduced(connection)
+                    self._keep(token, slab)
+                    await asyncio.get_running_loop().sock_sendall(connection, _TAKEN)
+                del slab
+                await asyncio.get_running_loop().sock_recv(connection, 1)
+            except (PeerError, OSError, TimeoutError) as error:
+                _log.warning("a sender's memory was not taken: %s", error)
+            finally:
+                self._slabs.pop(token, None)
+
+    def _keep(self, token: bytes, slab: SharedMemory) -> None:
+        if len(self._slabs) >= MAX_SLABS or token in self._slabs:
+            raise PeerError("there is no place for another one", "busy")
+        self._slabs[token] = slab
+
+
+async def _introduced(connection: socket.socket) -> tuple[bytes, SharedMemory]:
+    """Token and slab, as the first message of a sender has them."""
+    await _readable(connection)
+    token, fds, _, _ = socket.recv_fds(connection, TOKEN_BYTES, 1)
+    try:
+        if len(token) != TOKEN_BYTES or len(fds) != 1:
+            raise PeerError("the first message is no introduction", "bad_source")
+        return token, SharedMemory.map(fds[0])
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    arrived = asyncio.Event()
+    loop.add_reader(connection, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(connection)
+
+
+class ShmLink:
+    """The prefill pod's end: passes its slab to decode pods of this host, once each."""
+
+    name = SHM
+
+    def __init__(self, slab_fd: int) -> None:
+        """Keeps a duplicate of ``slab_fd`` until ``close``."""
+        self._fd = os.dup(slab_fd)
+        self._host = host_identity()
+        self._guests: dict[str, tuple[bytes, socket.socket]] = {}
+        self._one_by_one = asyncio.Lock()
+
+    async def introduce(self, offer: TransportOffer) -> bytes:
+        """See links.Link."""
+        host, _, path = offer.address.partition(":")
+        if host != self._host:
+            raise PeerError("the decode pod is on another host", "another_host")
+        async with self._one_by_one:
+            self._forget_the_gone()
+            if offer.address not in self._guests:
+                self._guests[offer.address] = await self._pass_on(path)
+            return self._guests[offer.address][0]
+
+    async def close(self) -> None:
+        """See links.Link."""
+        for _, connection in self._guests.values():
+            connection.close()
+        self._guests.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    async def _pass_on(self, path: str) -> tuple[bytes, socket.socket]:
+        loop = asyncio.get_running_loop()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                await loop.sock_connect(connection, path)
+                socket.send_fds(connection, [token], [self._fd])
+                if await loop.sock_recv(connection, 1) != _TAKEN:
+                    raise PeerError("the decode pod does not take this pod's memory", "bad_source")
+        except (OSError, TimeoutError) as error:
+            connection.close()
+            raise PeerError(f"the decode pod cannot be reached at {path}: {error}", "unreachable") from error
+        except BaseException:
+            connection.close()
+            raise
+        return token, connection
+
+    def _forget_the_gone(self) -> None:
+        """A decode pod never says anything after its first word: what can be read is the end."""
+        for address, (_, connection) in list(self._guests.items()):
+            with contextlib.suppress(BlockingIOError):
+                connection.recv(1, socket.MSG_PEEK)
+                connection.close()
+                del self._guests[address]

@@ -1,0 +1,196 @@
+"""Transport ``shm``: what a hostile, careless or dead peer can do to the other pod, which is nothing."""
+
+import array
+import asyncio
+import logging
+import mmap
+import os
+import socket
+
+import pytest
+
+from kvoy.core.errors import PeerError
+from kvoy.core.frames import Opening
+from kvoy.core.types import TransportOffer
+from kvoy.engine.slab import Slab, nameless_file
+from kvoy.transport import shm
+from kvoy.transport.frame_wire import payload_checksum
+from kvoy.transport.kv_stream import GrpcHandoffConnector, ingest_service
+from kvoy.transport.links import Links
+from kvoy.transport.payloads import Referred
+from kvoy.transport.shm import SharedMemory, ShmLink
+from tests.transport import values
+from tests.transport.handlers import Ingest, until
+from tests.transport.transports import descriptors, mappings, shm_sources
+
+NBYTES = values.SPEC.block_bytes
+
+
+@pytest.fixture
+async def sources(nothing_left):
+    async with shm_sources() as serving:
+        yield serving
+
+
+@pytest.fixture
+def slab():
+    slab = Slab(nameless_file(), 4, NBYTES)
+    yield slab
+    slab.close()
+
+
+def source_of(sources, token: bytes) -> SharedMemory | None:
+    return sources.find(Opening(values.KEY, "l", "f", values.SPEC, transport="shm", source=token))
+
+
+async def test_what_is_overwritten_after_it_was_sent_is_found(sources, slab):
+    link = ShmLink(slab.fd)
+    source = source_of(sources, await link.introduce(sources.offer))
+    slab.slot(1)[:] = sent = bytes(range(NBYTES % 256)) + bytes(NBYTES - NBYTES % 256)
+    payload = Referred(source, NBYTES, NBYTES, payload_checksum(memoryview(sent)))
+    into = bytearray(NBYTES)
+    assert await payload.fetch(memoryview(into))
+    assert into == sent
+    slab.slot(1)[7] ^= 1
+    assert not await payload.fetch(memoryview(into))
+    await link.close()
+
+
+async def test_a_slab_is_mapped_once_and_gone_with_its_connection(sources, slab):
+    before = descriptors(), mappings()
+    link = ShmLink(slab.fd)
+    tokens = {await link.introduce(sources.offer) for _ in range(3)}
+    (token,) = tokens
+    assert mappings() == before[1] + 1
+    assert source_of(sources, token) is not None
+    assert source_of(sources, b"another" * 2) is None
+    await link.close()
+    await link.close()
+    await until(lambda: source_of(sources, token) is None)
+    await until(lambda: descriptors() <= before[0] and mappings() <= before[1])
+
+
+async def test_a_decode_pod_that_comes_back_is_told_again(slab):
+    link = ShmLink(slab.fd)
+    async with shm_sources() as first:
+        old = await link.introduce(first.offer)
+    async with shm_sources() as second:
+        new = await link.introduce(second.offer)
+        assert old != new
+        assert source_of(second, new) is not None
+        assert len(link._guests) == 1
+    with pytest.raises(PeerError, match="cannot be reached"):
+        await link.introduce(second.offer)
+    await link.close()
+
+
+async def test_memory_of_another_host_is_not_tried(slab):
+    link = ShmLink(slab.fd)
+    with pytest.raises(PeerError, match="another host"):
+        await link.introduce(TransportOffer("shm", "elsewhere:/tmp/x"))
+    await link.close()
+
+
+def test_the_slab_cannot_shrink_under_its_reader(slab):
+    with pytest.raises(PermissionError):
+        os.ftruncate(slab.fd, 10)
+
+
+def test_a_mapping_is_read_only(slab):
+    with pytest.raises(TypeError):
+        SharedMemory.map(slab.fd)._view[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "is_in"),
+    [(0, 4 * NBYTES, True), (NBYTES, 3 * NBYTES, True), (1, 4 * NBYTES, False), (2**64 - 1, 1, False), (-1, 1, False)],
+)
+def test_ranges_are_checked(slab, offset, nbytes, is_in):
+    assert SharedMemory.map(slab.fd).holds(offset, nbytes) is is_in
+
+
+def bad_descriptors():
+    """Of memory that may shrink, of nothing, of a pipe, of a file on disk."""
+    shrinking = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(shrinking, mmap.PAGESIZE)
+    empty = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    read, write = os.pipe()
+    os.close(write)
+    return [shrinking, empty, read, os.open(__file__, os.O_RDONLY)]
+
+
+async def test_strangers_are_turned_away_and_cost_nothing(sources, caplog):
+    """Each is let go, whatever it says; others are served meanwhile."""
+    before = descriptors(), mappings()
+    path = sources.offer.address.partition(":")[2]
+    fds = bad_descriptors()
+    sayings = [(b"t" * shm.TOKEN_BYTES, [fd]) for fd in fds] + [
+        (b"short", fds[:1]),
+        (b"t" * shm.TOKEN_BYTES, []),
+        (b"", []),
+    ]
+    for said, passed in sayings:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))] if passed else []
+            if said:
+                stranger.sendmsg([said], rights)
+            else:
+                stranger.shutdown(socket.SHUT_WR)
+            stranger.setblocking(False)
+            async with asyncio.timeout(5):
+                assert await asyncio.get_running_loop().sock_recv(stranger, 1) == b""
+    for fd in fds:
+        os.close(fd)
+    await until(lambda: descriptors() <= before[0] and mappings() <= before[1])
+    assert len(caplog.messages) == len(sayings)
+
+
+async def test_who_says_nothing_is_let_go(sources, monkeypatch):
+    monkeypatch.setattr(shm, "_GREETING_S", 0.05)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(sources.offer.address.partition(":")[2])
+        silent.setblocking(False)
+        async with asyncio.timeout(5):
+            assert await asyncio.get_running_loop().sock_recv(silent, 1) == b""
+
+
+async def test_frames_that_point_outside_or_carry_a_payload_are_not_believed(sources, slab, serve, channels):
+    handler = Ingest()
+    server = await serve(ingest_service(handler, sources))
+    connector = GrpcHandoffConnector(channels, Links([ShmLink(slab.fd)]))
+    stream = await connector.open(server.address, values.OPENING, 30, (sources.offer,))
+    for seq, offset in enumerate((0, 4 * NBYTES, 2**64 - 1, 3 * NBYTES)):
+        await stream.send_frame(values.header(seq), slab.slot(0), offset)
+    stream._refers = False
+    await stream.send_frame(values.header(4), slab.slot(0))
+    await until(lambda: len(handler.frames) == 5)
+    assert [is_whole for _, _, is_whole in handler.frames] == [True, False, False, True, False]
+    await connector.close()
+
+
+async def test_an_offer_that_fails_falls_back_and_is_said_once(sources, slab, serve, channels, caplog):
+    handler = Ingest()
+    server = await serve(ingest_service(handler, sources))
+    connector = GrpcHandoffConnector(channels, Links([ShmLink(slab.fd)]))
+    stale = TransportOffer("shm", sources.offer.address + "-gone")
+    with caplog.at_level(logging.WARNING):
+        offers = [(TransportOffer("new", "x"), stale)] * 2 + [(stale, sources.offer)]
+        opened = [await connector.open(server.address, values.OPENING, 30, those) for those in offers]
+    await until(lambda: len(handler.streams) == 3)
+    assert [stream.opening.transport for stream in handler.streams] == ["grpc", "grpc", "shm"]
+    assert len([message for message in caplog.messages if "do without shm" in message]) == 1
+    for stream in opened:
+        await stream.close()
+    await until(lambda: len(handler.ended) == 3)
+    await connector.close()
+
+
+async def test_a_source_that_is_not_known_ends_the_stream(serve, channels, sources):
+    server = await serve(ingest_service(Ingest(), sources))
+    connector = GrpcHandoffConnector(channels)
+    opening = Opening(values.KEY, "l", "f", values.SPEC, transport="shm", source=b"t" * shm.TOKEN_BYTES)
+    stream = await connector.open(server.address, opening, 30)
+    with pytest.raises(Exception, match="cannot reach the sender's memory"):
+        await anext(stream.messages())
+    await connector.close()
