@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvoy.core.frames import Commit, FrameHeader, HandoffKey, Opening, ReceiverMessage
 from kvoy.core.step import StepPlan
-from kvoy.core.types import KvDtype, PrefillReport, RejectReason, RequestOutput, Reservation
+from kvoy.core.types import KvDtype, PrefillReport, RejectReason, RequestOutput, Reservation, TransportOffer
 from kvoy.core.wire import WireRun
 
 
@@ -84,10 +84,13 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class OpenHandoff:
-    """Peer: open a stream to this decode pod. Answered by ReceiverSaid(Welcome | Refused) or HandoffLost."""
+    """Peer: open a stream to this decode pod; with an attempt above 0, to go on where the one before it broke.
+    Answered by ReceiverSaid(Welcome | Committed | Refused) or HandoffLost."""
 
     address: str
     opening: Opening
+    transports: tuple[TransportOffer, ...] = ()
+    """What the decode pod offers for payloads; the effects choose, and say so in the opening that they send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,8 @@ class SendFrame:
     header: FrameHeader
     slot: int
     payload_bytes: int
+    attempt: int = 0
+    """Of the stream that it is for; the HandoffLost that answers it names the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,7 @@ class DropFrame:
     header: FrameHeader
     stream: int
     reason: str
-    """Machine-readable: corrupt, old_epoch, no_lease, duplicate, invalid."""
+    """Machine-readable: corrupt, old_epoch, old_attempt, no_lease, duplicate, invalid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ A field added here appears in /metrics by its name; a field renamed is a series 
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,19 @@ class PrefillCounters:
     reloaded_tokens: int = 0
     frames_shipped: int = 0
     frames_resent: int = 0
+    """For damage, or because a stream broke before they were acknowledged."""
     bytes_shipped: int = 0
     """Each frame once, however often it was sent."""
     handoffs_opened: int = 0
     handoffs_lost: int = 0
+    """Streams that broke, or on which the decode pod owed an answer for too long."""
+    handoffs_resumed: int = 0
+    """Streams that went on where one before them broke."""
+    resumed_blocks: int = 0
+    """Blocks that did not have to be sent again, over all streams that went on."""
+    credit_waits: int = 0
+    """Times that a handoff had a frame to send, and a slot, but no credit."""
+    credit_wait_seconds: float = 0.0
     store_put_blocks: int = 0
     store_skipped_blocks: int = 0
     """Blocks not put to the kvstore because slots were short."""
@@ -73,12 +83,22 @@ class DecodeCounters:
     handoffs_committed: int = 0
     handoffs_refused: int = 0
     handoffs_lost: int = 0
+    """Streams that broke, or whose sender opened another one."""
+    handoffs_resumed: int = 0
+    """Streams that went on where one before them broke."""
+    resumed_blocks: int = 0
+    """Blocks that had come and did not have to come again, over all streams and epochs that went on."""
+    exposed_seconds: float = 0.0
+    """From the end of a prompt's last step on its prefill pod to the start of its first step here, summed."""
     frames_received: int = 0
     bytes_received: int = 0
-    """Of the frames taken; what was dropped is not in it."""
+    """Of the frames in the pool; what was dropped is not in it."""
     frames_nacked: int = 0
     frames_dropped_corrupt: int = 0
+    """Their header could not be believed, or what came into the slot was not what was sent."""
     frames_dropped_old_epoch: int = 0
+    frames_dropped_old_attempt: int = 0
+    """Of a stream whose handoff goes on over another one."""
     frames_dropped_no_lease: int = 0
     frames_dropped_duplicate: int = 0
     frames_dropped_invalid: int = 0
@@ -93,8 +113,9 @@ class Tally:
     """Counts up the fields of one counters class. Owner: one brain; its parts add to it."""
 
     def __init__(self, counters: type[PrefillCounters] | type[DecodeCounters]) -> None:
-        self.totals = {field.name: 0 for field in fields(counters)}
+        self.totals: dict[str, Any] = {field.name: field.default for field in fields(counters)}
+        """An int or a float, as the field is."""
 
-    def add(self, name: str, count: int = 1) -> None:
+    def add(self, name: str, count: float = 1) -> None:
         """A name that is no field is a KeyError."""
         self.totals[name] += count

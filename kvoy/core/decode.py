@@ -1,7 +1,7 @@
 """The brain of a decode pod: who gets blocks, whose KV may come, what each step computes, when a request ends.
 
-Pure: events in, actions out. Handoffs are ingest's, how long a request is waited for is leases', steps are
-decode_batch's, puts store_puts'; this file sequences them.
+Pure: events in, actions out. Handoffs are ingest's, what is promised is reservations', for how long leases', steps
+are decode_batch's, puts store_puts'; this file sequences them.
 A request is in exactly one place: the queue, the batch, or (reserved) neither. Whatever ends it goes through
 ``_let_go``, which frees all it holds, once; the router hears of the end in exactly one action.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import assert_never
 
-from kvoy.core.actions import Announce, DecodeAction, RunStep, SayOutputs, SayRejected, SayReserved
+from kvoy.core.actions import Announce, DecodeAction, RunStep, SayOutputs, SayRejected
 from kvoy.core.block_pool import BlockPool
 from kvoy.core.counters import DecodeCounters, Tally
 from kvoy.core.deadlines import Deadlines
@@ -24,6 +24,7 @@ from kvoy.core.events import (
     DrainAsked,
     Exported,
     FrameArrived,
+    FrameBad,
     HandoffLost,
     HandoffOpened,
     Imported,
@@ -43,10 +44,11 @@ from kvoy.core.handoff import FrameSize
 from kvoy.core.ingest import Ingest
 from kvoy.core.leases import Leases
 from kvoy.core.outputs import Outputs
+from kvoy.core.reservations import Reservations
 from kvoy.core.staging import Slots
 from kvoy.core.step import Sampled
 from kvoy.core.store_puts import StorePuts
-from kvoy.core.types import FinishReason, KvSpec, PodLoad, RejectReason, Request, Reservation
+from kvoy.core.types import FinishReason, KvSpec, PodLoad, RejectReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class DecodeParams:
 
 _RouterEvent = RouterEvent | DrainAsked | Tick
 _PeerEvent = HandoffOpened | FrameArrived | CommitArrived | HandoffLost
+_EngineEvent = StepDone | Imported | FrameBad | Exported | StorePut
 
 
 class DecodeBrain:
@@ -92,14 +95,13 @@ class DecodeBrain:
         self._params = params
         self._spec = spec
         self._fit = Fit(spec, fingerprint, context_tokens, pool_blocks)
-        self._ingest_address = ingest_address
         self._pool = BlockPool(pool_blocks)
         self._slots = Slots(slots)
         self._tally = Tally(DecodeCounters)
         ids = count(1)
         size = FrameSize.fitting(spec, slot_bytes)
         can_put = use_store and slots > 1 and size.layers == spec.layers
-        self._ingest = Ingest(self._fit, size, self._pool, self._slots, ids=ids, tally=self._tally)
+        self._ingest = Ingest(self._fit, slot_bytes, self._pool, self._slots, ids=ids, tally=self._tally)
         self._puts = StorePuts(
             spec,
             self._pool,
@@ -116,6 +118,9 @@ class DecodeBrain:
         self._deadlines: Deadlines[str] = Deadlines()
         self._arrivals = count(1)
         self._leases = Leases(params.lease_s, params.silence_s)
+        self._reservations = Reservations(
+            spec, slot_bytes, ingest_address, leases=self._leases, ingest=self._ingest, tally=self._tally
+        )
         self._is_draining = False
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
@@ -126,7 +131,7 @@ class DecodeBrain:
                 self._on_router(event, now, out)
             case HandoffOpened() | FrameArrived() | CommitArrived() | HandoffLost():
                 self._on_peer(event, now, out)
-            case StepDone() | Imported() | Exported() | StorePut():
+            case StepDone() | Imported() | FrameBad() | Exported() | StorePut():
                 self._on_engine(event, now, out)
             case StoreLookedUp() | StoreFetched():
                 raise InvariantError(f"{type(event).__name__} came, but a decode pod asks nothing of the kvstore")
@@ -143,7 +148,7 @@ class DecodeBrain:
         """Raises InvariantError unless blocks, slots, credits and requests add up."""
         self._pool.check()
         self._slots.check()
-        self._ingest.check()
+        self._ingest.credits.check()
         held = self._ingest.slots_held | self._puts.slots_held
         if len(held) != self._slots.used:
             raise InvariantError(f"{self._slots.used} slots are in use, transfers account for {sorted(held)}")
@@ -187,7 +192,7 @@ class DecodeBrain:
             case ReserveAsked():
                 self._take_in(event, now, out)
             case RenewAsked(request_id=request_id):
-                self._renew(request_id, now, out)
+                self._reservations.renew(self._requests.get(request_id), now, out)
             case LeasesKept(request_ids=request_ids):
                 for kept in filter(None, map(self._requests.get, request_ids)):
                     self._leases.keep(kept, now)
@@ -226,27 +231,6 @@ class DecodeBrain:
             return Refusal("busy", f"{len(self._queue)} requests are waiting already; try another pod")
         return misfit(request, self._fit, request.prompt_tokens + 1, now)
 
-    def _renew(self, request_id: str, now: float, out: list[DecodeAction]) -> None:
-        """The old epoch is void at once; the new one is said when no import of the old one is under way. A request
-        that has all it needs, or waits for blocks, needs no new epoch: what it says next tells the router so."""
-        request = self._requests.get(request_id)
-        is_fed = request is not None and request.receiver is not None and request.receiver.has_all_frames
-        if request is None or request.phase is not Phase.RESERVED or is_fed:
-            self._tally.add("late_answers")
-            return
-        self._tally.add("renewals")
-        self._ingest.refuse(request, "old_epoch", out)
-        request.epoch += 1
-        request.is_renewing = True
-        request.is_opened = False
-        self._leases.end(request_id)
-        self._say_renewed(request, now, out)
-
-    def _say_renewed(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
-        if request.is_renewing and not request.open_imports:
-            request.is_renewing = False
-            self._say_reserved(request, now, out)
-
     def _time_out(self, now: float, out: list[DecodeAction]) -> None:
         while (late := self._deadlines.pop_due(now)) is not None:
             message = "the deadline passed before the request ended"
@@ -269,11 +253,11 @@ class DecodeBrain:
                 self._join_if_complete(request, now, out)
             case HandoffLost(key=key):
                 request = self._requests.get(key.request_id)
-                is_news = self._ingest.lost(key)
+                is_news = self._ingest.lost(event)
         if request is not None and is_news:
             self._leases.extend(request, now)
 
-    def _on_engine(self, event: StepDone | Imported | Exported | StorePut, now: float, out: list[DecodeAction]) -> None:
+    def _on_engine(self, event: _EngineEvent, now: float, out: list[DecodeAction]) -> None:
         match event:
             case StepDone(result=result):
                 for request, sampled in self._batch.finish(result):
@@ -281,7 +265,11 @@ class DecodeBrain:
             case Imported(transfer_id=transfer_id):
                 request = self._ingest.imported(transfer_id)
                 self._join_if_complete(request, now, out)
-                self._say_renewed(request, now, out)
+                self._reservations.imports_changed(request, now, out)
+            case FrameBad(transfer_id=transfer_id):
+                request = self._ingest.bad(transfer_id, out)
+                self._leases.extend(request, now)
+                self._reservations.imports_changed(request, now, out)
             case Exported(transfer_id=transfer_id):
                 self._puts.exported(transfer_id, out)
             case StorePut(transfer_id=transfer_id):
@@ -294,6 +282,7 @@ class DecodeBrain:
         commit = request.receiver.commit
         if commit is None:
             raise InvariantError(f"{request.key} is complete without a commit")
+        request.prefill_ended_at = commit.last_step_ended_at
         self._ingest.finish(request, out)
         self._leases.end(request.request_id)
         self._batch.join(request)
@@ -312,9 +301,9 @@ class DecodeBrain:
     def _advance(self, now: float, out: list[DecodeAction]) -> None:
         """What follows from where things are. The step goes first: the engine should not wait for messages."""
         self._admit(now, out)
-        self._ingest.speak(out)
-        if not self._ingest.has_thirst:
-            self._puts.use(self._ingest.spare_slots, out)
+        self._ingest.credits.speak(out)
+        if not self._ingest.credits.has_thirst:
+            self._puts.use(self._ingest.credits.spare_slots, out)
         self._step(now, out)
         out.extend(SayOutputs(source, outputs) for source, outputs in self._outputs.take())
         stored, removed = self._pool.take_changes()
@@ -339,20 +328,7 @@ class DecodeBrain:
         if is_new:
             request.epoch = 1
             request.report = replace(request.report, reserved_at=now, held_tokens=request.filled_tokens)
-            self._say_reserved(request, now, out)
-
-    def _say_reserved(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
-        lease = self._leases.grant(request, now)
-        reservation = Reservation(
-            request.request_id,
-            request.epoch,
-            lease,
-            self._ingest_address,
-            request.whole_blocks,
-            self._spec,
-            self._ingest.frame_bytes,
-        )
-        out.append(SayReserved(request.source, reservation))
+            self._reservations.say(request, now, out)
 
     def _step(self, now: float, out: list[DecodeAction]) -> None:
         while not self._batch.is_stepping:

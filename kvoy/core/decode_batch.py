@@ -103,10 +103,15 @@ class DecodeBatch:
             if request.phase is Phase.RUNNING:
                 request.filled_tokens += 1
                 if not request.report.first_step_started_at:
-                    request.report = replace(request.report, first_step_started_at=result.started_at)
+                    self._note_first_step(request, result.started_at)
                 news.append((request, token))
         self._tally.add("generated_tokens", len(news))
         return news
+
+    def _note_first_step(self, request: DecodeRequest, started_at: float) -> None:
+        request.report = replace(request.report, first_step_started_at=started_at)
+        if request.prefill_ended_at:
+            self._tally.add("exposed_seconds", max(0.0, started_at - request.prefill_ended_at))
 
     def _note_chunk(self, request: DecodeRequest, chunk: Chunk) -> None:
         request.filled_tokens = chunk.end

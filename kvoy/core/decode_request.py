@@ -55,10 +55,15 @@ class DecodeRequest:
     lease: str = ""
     is_renewing: bool = False
     """A new epoch has begun and is said once the imports of the old one are over."""
+    is_renewal_due: bool = False
+    """A new epoch was asked for when all frames had come; it begins if one of them turns out to be damaged."""
     is_opened: bool = False
     """A handoff of this epoch was opened; there is no second one."""
     receiver: Receiver | None = None
+    """Of the handoff of this epoch, until it is over; it may be without a stream."""
     open_imports: int = 0
+    prefill_ended_at: float = 0.0
+    """When its prefill pod knew the first token, as that pod's clock has it; 0: no prefill pod did."""
     report: DecodeReport = field(default_factory=DecodeReport)
 
     @property
@@ -81,6 +86,21 @@ class DecodeRequest:
     @property
     def prompt_blocks(self) -> int:
         return self.spec.blocks_for(self.request.prompt_tokens)
+
+    @property
+    def is_receiving(self) -> bool:
+        """A stream of its handoff is open."""
+        return self.receiver is not None and self.receiver.has_stream
+
+    @property
+    def held_tokens(self) -> int:
+        """Leading tokens of the prompt that a prefill pod need not ship (again)."""
+        return min(self.request.prompt_tokens, self.whole_blocks * self.spec.block_tokens)
+
+    @property
+    def received_blocks(self) -> int:
+        """Leading blocks of the prompt that came by handoff and are whole."""
+        return self.whole_blocks - self.report.held_tokens // self.spec.block_tokens
 
     @property
     def needs_prefill(self) -> bool:
@@ -135,14 +155,15 @@ class DecodeRequest:
             pool.register(self.held, index, ids[index], ids[index - 1] if index else b"")
         self.registered_blocks = full
 
-    def receive(self, pool: BlockPool, whole_blocks: int) -> None:
-        """Frames were imported: so many leading blocks are whole."""
-        self.whole_blocks = max(self.whole_blocks, whole_blocks)
-        self.filled_tokens = min(self.request.prompt_tokens, self.whole_blocks * self.spec.block_tokens)
+    def receive(self, pool: BlockPool, whole_tokens: int) -> None:
+        """Frames were imported: so many leading tokens are in the pool."""
+        self.filled_tokens = max(self.filled_tokens, whole_tokens)
+        is_whole = self.filled_tokens == self.request.prompt_tokens
+        self.whole_blocks = self.prompt_blocks if is_whole else self.filled_tokens // self.spec.block_tokens
         self.register(pool)
 
     def note_frame(self, header: FrameHeader, payload_bytes: int) -> None:
-        """A frame was taken."""
+        """A frame is in the pool."""
         self.report = replace(
             self.report,
             received_blocks=self.report.received_blocks + (header.blocks if header.first_layer == 0 else 0),

@@ -96,10 +96,13 @@ class FrameSent:
 
 @dataclass(frozen=True, slots=True)
 class HandoffLost:
-    """The stream of an open handoff broke: to the decode pod (prefill side) or from the prefill pod (decode side)."""
+    """The stream of an open handoff broke: to the decode pod (prefill side) or from the prefill pod (decode side).
+    On the prefill side it also answers every SendFrame that the stream has not."""
 
     key: HandoffKey
     reason: str
+    stream: int = 0
+    """Which stream: the attempt of its opening (prefill side), its name as in HandoffOpened (decode side)."""
 
 
 # --- decode pods ----------------------------------------------------------------------------------
@@ -179,4 +182,4 @@ class DrainAsked:
 SharedEvent = Tick | StepDone | Exported | Imported | StoreLookedUp | StoreFetched | StorePut | HandoffLost | DrainAsked
 PrefillEvent = SharedEvent | WorkSubmitted | WorkCancelled | ReceiverSaid | FrameSent
 RouterEvent = ReserveAsked | RenewAsked | LeasesKept | RequestCancelled
-DecodeEvent = SharedEvent | RouterEvent | HandoffOpened | FrameArrived | CommitArrived
+DecodeEvent = SharedEvent | RouterEvent | HandoffOpened | FrameArrived | FrameBad | CommitArrived

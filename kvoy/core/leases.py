@@ -32,14 +32,14 @@ class Leases:
         return request.lease
 
     def extend(self, request: DecodeRequest, now: float) -> None:
-        """Its handoff opened, brought something, or ended."""
+        """Its handoff opened, brought something, lost its stream, or ended."""
         if request.phase is Phase.RESERVED and not request.is_renewing:
-            lease_s = self._lease_s if request.receiver is None else self._silence_s
+            lease_s = self._silence_s if request.is_receiving else self._lease_s
             self._ends.set(request.request_id, now + lease_s)
 
     def keep(self, request: DecodeRequest, now: float) -> None:
         """Its router lives and wants it. An open handoff has to keep itself."""
-        if request.receiver is None:
+        if not request.is_receiving:
             self.extend(request, now)
 
     def end(self, request_id: str) -> None:

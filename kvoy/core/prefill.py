@@ -1,13 +1,12 @@
 """The brain of a prefill pod: which prompt is admitted when, what each step computes, when frames leave.
 
-Pure: events in, actions out. Blocks are the pool's, frames and slots shipping's, reloads reloading's; this file only
-sequences them. Order of actions matters in one place: exports stand before the next RunStep, so that what one step
-filled is shipped while the next computes. Whatever ends a work (done, failed, cancelled, late, lost) goes through
-``_let_go``, which frees all it holds, once.
+Pure: events in, actions out. Blocks are the pool's, open handoffs outgoing's, frames and slots shipping's, reloads
+reloading's; this file only sequences them. Order of actions matters in one place: exports stand before the next
+RunStep, so that what one step filled is shipped while the next computes. Whatever ends a work (done, failed,
+cancelled, late, lost) goes through ``_let_go``, which frees all it holds, once.
 """
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import count
 from typing import assert_never
 
@@ -39,17 +38,19 @@ from kvoy.core.events import (
     WorkCancelled,
     WorkSubmitted,
 )
-from kvoy.core.fit import Fit, Refusal, misfit
-from kvoy.core.frames import HandoffKey, Opening, ReceiverMessage
+from kvoy.core.fit import Fit, Refusal
+from kvoy.core.frame_puts import FramePuts
+from kvoy.core.frames import HandoffKey, ReceiverMessage
 from kvoy.core.handoff import FrameSize, HandoffState
-from kvoy.core.handoff_sender import Sender
-from kvoy.core.hashing import block_ids
+from kvoy.core.outgoing import Outgoing, Patience, Timer
+from kvoy.core.prefill_intake import Intake
 from kvoy.core.prefill_request import Phase, PrefillRequest
 from kvoy.core.prefill_steps import PrefillSteps
 from kvoy.core.reloading import Reloading
 from kvoy.core.shipping import Shipping
 from kvoy.core.staging import Slots
 from kvoy.core.types import KvSpec, PodLoad, PrefillWork
+from kvoy.core.wire import WirePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +65,13 @@ class PrefillParams:
     """Works that may hold blocks and an open handoff."""
     silence_s: float = 60.0
     """A decode pod that owes an answer for so long is lost."""
+    connect_s: float = 2.0
+    """A decode pod that cannot be reached in the first place is lost after so long."""
+    resume_s: float = 10.0
+    """A handoff whose stream broke ends when no other one was welcome for so long."""
     max_resends: int = 8
     """A frame that arrives damaged more often than this ends the handoff."""
-
-
-class _Timer(Enum):
-    DEADLINE = "deadline"
-    SILENCE = "silence"
+    wire: WirePolicy = WirePolicy.RAW
 
 
 class PrefillBrain:
@@ -90,21 +91,26 @@ class PrefillBrain:
         self._params = params
         self._spec = spec
         self._fit = Fit(spec, fingerprint, context_tokens, pool_blocks)
-        self._slot_bytes = slot_bytes
+        self._intake = Intake(self._fit, slot_bytes, params.wire, params.max_resends)
         slot_size = FrameSize.fitting(spec, slot_bytes)
         self._pool = BlockPool(pool_blocks)
         self._slots = Slots(slots)
         self._tally = Tally(PrefillCounters)
         ids = count(1)
         store_blocks = slot_size.blocks if use_store and slot_size.layers == spec.layers else 0
-        self._shipping = Shipping(spec, self._slots, ids, self._tally, slots // 2 if store_blocks else 0)
+        self._puts = FramePuts(
+            spec, self._slots, ids, self._tally, blocks_per_slot=store_blocks, puts_at_once=slots // 2
+        )
+        self._shipping = Shipping(self._slots, ids, self._tally, self._puts)
         self._reloading = Reloading(self._pool, self._slots, ids, self._tally, store_blocks)
         self._queue: dict[str, PrefillRequest] = {}
         self._admitted: dict[str, PrefillRequest] = {}
-        self._deadlines: Deadlines[tuple[str, _Timer]] = Deadlines()
+        self._deadlines: Deadlines[tuple[str, Timer]] = Deadlines()
+        patience = Patience(params.silence_s, params.connect_s, params.resume_s)
+        self._outgoing = Outgoing(self._shipping, self._deadlines, self._tally, patience)
         self._steps = PrefillSteps(
             self._pool,
-            self._shipping,
+            self._outgoing,
             self._tally,
             chunk_tokens=params.chunk_tokens,
             block_tokens=spec.block_tokens,
@@ -137,7 +143,7 @@ class PrefillBrain:
         """Raises InvariantError unless blocks, slots and requests add up."""
         self._pool.check()
         self._slots.check()
-        held = self._shipping.slots_held | self._reloading.slots_held
+        held = self._shipping.slots_held | self._puts.slots_held | self._reloading.slots_held
         if len(held) != self._slots.used:
             raise InvariantError(f"{self._slots.used} slots are in use, transfers account for {sorted(held)}")
         if any(request.held is None or request.phase is Phase.OVER for request in self._admitted.values()):
@@ -166,7 +172,7 @@ class PrefillBrain:
             requests_running=len(self._admitted),
             requests_waiting=len(self._queue),
             tokens_waiting=sum(request.prompt_tokens - request.filled_tokens for request in works),
-            leases=sum(request.is_opened for request in self._admitted.values()),
+            leases=sum(request.sender.is_opened for request in self._admitted.values()),
             prefilled_tokens=self._tally.totals["prefilled_tokens"],
             generated_tokens=self._tally.totals["generated_tokens"],
         )
@@ -204,47 +210,44 @@ class PrefillBrain:
         earlier = self._known(key.request_id)
         if earlier is not None:
             self._fail(earlier, "cancelled", f"epoch {key.epoch} of the request has begun", out)
-        blocks = self._spec.blocks_for(request.prompt_tokens)
-        opening = Opening(key, reservation.lease, self._fit.fingerprint, self._spec)
-        limit_bytes = min(self._slot_bytes, reservation.max_frame_bytes or self._slot_bytes)
-        size = FrameSize.fitting(self._spec, limit_bytes)
-        sender = Sender(opening, size, reservation.held_blocks, blocks, max_resends=self._params.max_resends)
-        ids = block_ids(request.token_ids, self._spec.block_tokens, self._fit.fingerprint, request.cache_salt)
-        self._queue[key.request_id] = PrefillRequest(work, next(self._arrivals), ids, sender)
-        self._deadlines.set((key.request_id, _Timer.DEADLINE), request.deadline)
+        self._queue[key.request_id] = self._intake.request(work, next(self._arrivals))
+        self._deadlines.set((key.request_id, Timer.DEADLINE), request.deadline)
 
     def _refusal(self, work: PrefillWork, now: float) -> Refusal | None:
         request, reservation = work.request, work.reservation
         known = self._known(request.request_id)
         if self._is_draining:
             return Refusal("draining", "this pod is about to leave; send the work to another one")
-        if reservation.kv_spec != self._spec:
-            return Refusal("invalid", f"the decode pod takes KV as {reservation.kv_spec}; this pod makes {self._spec}")
-        held_blocks, blocks = reservation.held_blocks, self._spec.blocks_for(request.prompt_tokens)
-        is_narrow = 0 < reservation.max_frame_bytes < self._spec.layer_bytes
-        if request.request_id != reservation.request_id or not 0 <= held_blocks <= blocks or is_narrow:
-            return Refusal("invalid", "the reservation does not fit the request; reserve again")
         if known is not None and known.key.epoch >= reservation.epoch:
             return Refusal("invalid", f"epoch {known.key.epoch} of this request is already here")
         if len(self._queue) >= self._params.max_queue:
             return Refusal("busy", f"{len(self._queue)} works are waiting already; try another pod")
-        return misfit(request, self._fit, request.prompt_tokens, now)
+        return self._intake.objection(work, now)
 
-    def _time_out(self, request_id: str, timer: _Timer, out: list[PrefillAction]) -> None:
+    def _time_out(self, request_id: str, timer: Timer, out: list[PrefillAction]) -> None:
         request = self._known(request_id)
         if request is None:
             raise InvariantError(f"a timer of {request_id} outlived it")
-        if timer is _Timer.DEADLINE:
-            self._fail(request, "deadline", "the deadline passed during prefill", out)
-        else:
-            self._tally.add("handoffs_lost")
-            message = f"the decode pod said nothing for {self._params.silence_s:g} s"
-            self._fail(request, "decode_lost", message, out)
+        match timer:
+            case Timer.DEADLINE:
+                self._fail(request, "deadline", "the deadline passed during prefill", out)
+            case Timer.SILENCE:
+                self._tally.add("handoffs_lost")
+                message = f"the decode pod said nothing for {self._params.silence_s:g} s"
+                self._fail(request, "decode_lost", message, out)
+            case Timer.REOPEN:
+                self._outgoing.reopen(request, out)
+            case Timer.GIVE_UP:
+                self._fail(request, "decode_lost", request.lost_reason, out)
+            case _:
+                assert_never(timer)
 
     def _on_engine(self, event: StepDone | Exported | Imported, out: list[PrefillAction]) -> None:
         match event:
             case StepDone(result=result):
                 self._steps.finish(result)
+            case Exported(transfer_id=transfer_id) if self._puts.is_put(transfer_id):
+                self._puts.exported(transfer_id, out)
             case Exported(transfer_id=transfer_id):
                 self._shipping.exported(transfer_id, out)
             case Imported(transfer_id=transfer_id):
@@ -257,7 +260,7 @@ class PrefillBrain:
             case StoreFetched(transfer_id=transfer_id, blocks=blocks):
                 self._reloading.fetched(transfer_id, blocks, out)
             case StorePut(transfer_id=transfer_id):
-                self._shipping.put_ended(transfer_id)
+                self._puts.put_ended(transfer_id)
 
     def _on_peer(self, event: ReceiverSaid | FrameSent | HandoffLost, now: float, out: list[PrefillAction]) -> None:
         match event:
@@ -265,24 +268,20 @@ class PrefillBrain:
                 self._hear(key, message, out)
             case FrameSent(key=key, seq=seq):
                 self._shipping.frame_sent(key, seq, now)
-            case HandoffLost(key=key, reason=reason):
-                self._shipping.lost(key)
+            case HandoffLost(key=key, reason=reason, stream=attempt):
+                self._shipping.lost(key, attempt)
                 request = self._find(key)
-                if request is not None and request.is_opened:
-                    self._tally.add("handoffs_lost")
-                    self._fail(request, "decode_lost", reason, out, close=False)
+                if request is None or not request.sender.has_stream or attempt != request.sender.opening.attempt:
+                    self._tally.add("late_answers")
+                else:
+                    self._outgoing.lost(request, reason, now)
 
     def _hear(self, key: HandoffKey, message: ReceiverMessage, out: list[PrefillAction]) -> None:
         request = self._find(key)
-        if request is None or not request.is_opened:
+        if request is None or not request.sender.has_stream:
             self._tally.add("late_answers")
             return
-        self._deadlines.drop((key.request_id, _Timer.SILENCE))
-        request.is_watched = False
-        heard = request.sender.hear(message)
-        self._shipping.acked(key, heard.acked)
-        if heard.resend is not None:
-            self._shipping.resend(heard.resend, out)
+        heard = self._outgoing.hear(request, message, out)
         if heard.breach:
             self._fail(request, "decode_lost", f"the decode pod broke the rules: {heard.breach}", out)
         elif heard.refused:
@@ -295,10 +294,11 @@ class PrefillBrain:
     def _advance(self, now: float, out: list[PrefillAction]) -> None:
         self._admit(out)
         self._use_slots(out)
+        self._puts.use_slots(out)
         self._commit(out)
         self._announce(out)
         self._steps.start(self._admitted.values(), out)
-        self._watch(now)
+        self._outgoing.watch(self._admitted.values(), now, has_free_slot=self._slots.free > 0)
 
     def _admit(self, out: list[PrefillAction]) -> None:
         """In order of arrival, each once blocks for its whole prompt can be had. A handoff is known by its key alone
@@ -333,7 +333,7 @@ class PrefillBrain:
                 return
             request = min(wanting, key=lambda request: (request.slots_used, request.arrival))
             if request.phase is Phase.RELOADING:
-                self._shipping.open(request, out)
+                self._outgoing.open(request, out)
                 self._reloading.fetch(request, out)
             else:
                 self._shipping.ship(request, out)
@@ -350,20 +350,12 @@ class PrefillBrain:
         if stored or removed:
             out.append(Announce(stored, removed))
 
-    def _watch(self, now: float) -> None:
-        """Set a time for each receiver that owes an answer, and none for one that does not."""
-        for request in self._admitted.values():
-            if (request.is_opened and request.sender.awaits_receiver) != request.is_watched:
-                request.is_watched = not request.is_watched
-                at = now + self._params.silence_s if request.is_watched else None
-                self._deadlines.set((request.request_id, _Timer.SILENCE), at)
-
     def _fail(
         self, request: PrefillRequest, reason: str, message: str, out: list[PrefillAction], *, close: bool = True
     ) -> None:
         """``close``: the stream, if there is one, is still open."""
         self._tally.add(f"failed_{reason}")
-        if close and request.is_opened:
+        if close and request.sender.is_opened and request.sender.state is not HandoffState.AWAY:
             out.append(CloseHandoff(request.key))
         self._let_go(request)
         out.append(WorkFailed(request.key, reason, message))
@@ -377,7 +369,7 @@ class PrefillBrain:
         self._shipping.abandon(request.key)
         self._queue.pop(request.request_id, None)
         self._admitted.pop(request.request_id, None)
-        for timer in _Timer:
+        for timer in Timer:
             self._deadlines.drop((request.request_id, timer))
 
     def _known(self, request_id: str) -> PrefillRequest | None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvoy.core.block_pool import BlockPool, HeldBlocks
-from kvoy.core.frames import HandoffKey
+from kvoy.core.frames import FrameHeader, HandoffKey
 from kvoy.core.handoff_sender import Sender
 from kvoy.core.step import Sampled, StepResult
-from kvoy.core.types import PrefillReport, PrefillWork
+from kvoy.core.types import KvSpec, PrefillReport, PrefillWork
 
 
 class Phase(Enum):
@@ -38,6 +38,8 @@ class PrefillRequest:
     """``ids`` are those of all full blocks of the prompt. ``held`` is set from admission until OVER."""
 
     work: PrefillWork
+    spec: KvSpec
+    """Of our own pool."""
     arrival: int
     ids: list[bytes]
     sender: Sender
@@ -49,12 +51,18 @@ class PrefillRequest:
     stored_blocks: int = 0
     """Leading blocks that need no PutToStore: in our pool before, or in the kvstore."""
     slots_used: int = 0
-    is_opened: bool = False
-    """Its handoff was opened."""
+    exported_frames: int = 0
+    sent_frames: int = 0
+    """Frames that were exported, or sent, at least once: those before this one."""
     is_started: bool = False
     """Its first chunk was given to the engine."""
     is_watched: bool = False
     """A time is set by which the receiver must say something."""
+    is_welcomed: bool = False
+    """Its decode pod has taken the handoff."""
+    losses: int = 0
+    """Streams that broke since it was last welcome."""
+    lost_reason: str = ""
     first: Sampled | None = None
     report: PrefillReport = field(default_factory=PrefillReport)
 
@@ -72,11 +80,16 @@ class PrefillRequest:
 
     @property
     def block_tokens(self) -> int:
-        return self.work.reservation.kv_spec.block_tokens
+        return self.spec.block_tokens
 
     @property
     def prompt_blocks(self) -> int:
-        return self.work.reservation.kv_spec.blocks_for(self.prompt_tokens)
+        return self.spec.blocks_for(self.prompt_tokens)
+
+    @property
+    def is_raw(self) -> bool:
+        """Frames carry KV as our pool has it."""
+        return self.sender.opening.kv_spec.dtype is self.spec.dtype
 
     @property
     def reusable_ids(self) -> list[bytes]:
@@ -87,6 +100,14 @@ class PrefillRequest:
     def table(self) -> list[int]:
         """Pool block of each block; empty while nothing is held."""
         return self.held.table if self.held is not None else []
+
+    def payload_bytes(self, header: FrameHeader) -> int:
+        """Of a frame of its handoff."""
+        return header.blocks * header.layers * self.sender.opening.kv_spec.layer_bytes
+
+    def chain(self, first: int, end: int) -> tuple[tuple[bytes, ...], bytes]:
+        """Ids of full blocks, and of the block before them (empty: there is none)."""
+        return tuple(self.ids[first:end]), self.ids[first - 1] if first else b""
 
     def fill(self, pool: BlockPool, filled_tokens: int) -> None:
         """That many leading tokens are in the pool now: full blocks become prefix cache, and all may be shipped."""

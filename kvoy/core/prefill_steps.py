@@ -12,8 +12,8 @@ from kvoy.core.block_pool import BlockPool
 from kvoy.core.chunking import Chunk, plan_chunks
 from kvoy.core.counters import Tally
 from kvoy.core.errors import InvariantError
+from kvoy.core.outgoing import Outgoing
 from kvoy.core.prefill_request import Phase, PrefillRequest
-from kvoy.core.shipping import Shipping
 from kvoy.core.step import PrefillRow, StepPlan, StepResult
 
 
@@ -21,10 +21,10 @@ class PrefillSteps:
     """Owns the step under way; there is at most one."""
 
     def __init__(
-        self, pool: BlockPool, shipping: Shipping, tally: Tally, *, chunk_tokens: int, block_tokens: int
+        self, pool: BlockPool, outgoing: Outgoing, tally: Tally, *, chunk_tokens: int, block_tokens: int
     ) -> None:
         self._pool = pool
-        self._shipping = shipping
+        self._outgoing = outgoing
         self._tally = tally
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
@@ -51,7 +51,7 @@ class PrefillSteps:
         starting = [(request, chunk.start) for request, chunk in self._rows if not request.is_started]
         for request, _ in starting:
             request.is_started = True
-            self._shipping.open(request, out)
+            self._outgoing.open(request, out)
         out.append(RunStep(StepPlan(self._step_id, prefill=tuple(_row(*row) for row in self._rows))))
         out.extend(WorkStarted(request.key, start) for request, start in starting)
 

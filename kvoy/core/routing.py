@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvoy.core.pod_table import PodView
 from kvoy.core.request_events import NoPodReason
 from kvoy.core.types import KvSpec, Role
+from kvoy.core.wire import fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +58,36 @@ class NoRoute:
 Matches = Mapping[str, int]
 """Pod id → leading blocks of the prompt that it has cached (PrefixIndex.match)."""
 
+_Rank = tuple[bool, float, bool]
+"""Lower is better: whether something speaks against the pod, its cost, and what decides between equal costs."""
+
 
 def choose_decode(views: Sequence[PodView], need: Need, matches: Matches, params: RoutingParams) -> Route | NoRoute:
     """The decode pod that saves most shipping for the company it has; one with room before one without."""
 
-    def cost(view: PodView) -> tuple[bool, float]:
+    def rank(view: PodView) -> _Rank:
         free_blocks = _capacity_blocks(view) - view.pod.load.blocks_used_by_requests
         lacks_room = free_blocks < _blocks(view, need.prompt_tokens + 1)
-        return lacks_room, _unmatched(view, need, matches) + params.decode_request_tokens * view.requests
+        return lacks_room, _unmatched(view, need, matches) + params.decode_request_tokens * view.requests, False
 
-    return _choose(Role.DECODE, views, need, matches, cost)
+    return _choose(Role.DECODE, views, need, matches, rank)
 
 
 def choose_prefill(
     views: Sequence[PodView], need: Need, matches: Matches, kv_spec: KvSpec, params: RoutingParams
 ) -> Route | NoRoute:
-    """The prefill pod that will be done first. ``kv_spec`` is what the decode pod takes."""
+    """The prefill pod that will be done first, of equals one whose KV needs no turning. ``kv_spec`` is the pool of the
+    decode pod."""
 
-    def cost(view: PodView) -> tuple[bool, float]:
+    def rank(view: PodView) -> _Rank:
         others = max(0, view.pod.load.tokens_waiting - view.own_tokens)
         queue = view.own_tokens + others + params.prefill_request_tokens * view.requests
-        return False, _unmatched(view, need, matches) + queue
+        return False, _unmatched(view, need, matches) + queue, view.pod.kv_spec != kv_spec
 
-    same = [view for view in views if view.pod.kv_spec == kv_spec]
-    if views and not same:
-        shape = f"{kv_spec.dtype.label} in blocks of {kv_spec.block_tokens} tokens"
-        return NoRoute(NoPodReason.ABSENT, f"No prefill pod makes KV as the decode pod takes it ({shape}).")
-    return _choose(Role.PREFILL, same, need, matches, cost)
+    fitting = [view for view in views if view.pod.kv_spec is not None and fits(view.pod.kv_spec, kv_spec)]
+    if views and not fitting:
+        return NoRoute(NoPodReason.ABSENT, f"No prefill pod makes KV that the decode pod can take ({kv_spec}).")
+    return _choose(Role.PREFILL, fitting, need, matches, rank)
 
 
 def _choose(
@@ -91,7 +95,7 @@ def _choose(
     views: Sequence[PodView],
     need: Need,
     matches: Matches,
-    cost: Callable[[PodView], tuple[bool, float]],
+    rank: Callable[[PodView], _Rank],
 ) -> Route | NoRoute:
     usable = [view for view in views if view.usable and _serves(view, need.fingerprint)]
     if not usable:
@@ -104,9 +108,9 @@ def _choose(
     left = [view for view in fitting if view.pod.pod_id not in need.exclude]
     if not left:
         return NoRoute(NoPodReason.EXCLUDED, f"Every {role} pod has been tried.")
-    ranked = [(cost(view), view.pod.pod_id) for view in left]
-    best = min(rank for rank, _ in ranked)
-    equals = sorted(pod_id for rank, pod_id in ranked if rank == best)
+    ranked = [(rank(view), view.pod.pod_id) for view in left]
+    best = min(found for found, _ in ranked)
+    equals = sorted(pod_id for found, pod_id in ranked if found == best)
     pod_id = equals[need.turn % len(equals)]
     return Route(pod_id, best[1], matches.get(pod_id, 0))
 

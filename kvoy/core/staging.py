@@ -22,7 +22,7 @@ class Use(Enum):
     ACK = "until the Ack, or the end of the request"
     PUT = "until StorePut"
     FETCH = "until StoreFetched"
-    IMPORT = "until Imported"
+    IMPORT = "until Imported or FrameBad"
 
 
 class Slots:
@@ -83,6 +83,9 @@ class Transfers(Generic[What]):
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __contains__(self, transfer_id: int) -> bool:
+        return transfer_id in self._open
 
     def __iter__(self) -> Iterator[What]:
         return iter(self._open.values())

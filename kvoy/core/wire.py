@@ -17,7 +17,7 @@ TRANSPORTS = (GRPC, SHM, NIXL)
 """``grpc``: payloads are in the frames. ``shm``, ``nixl``: the receiver fetches them from the sender's staging slab."""
 
 IMPORTABLE = tuple(KvDtype)
-"""What an engine turns into its pool's own format."""
+"""What an engine turns into its pool's own format, unless that would quantise what is quantised already."""
 
 
 class WirePolicy(StrEnum):
@@ -41,6 +41,11 @@ class WireRun:
     """Where the run begins, in tokens from the start of the first of our blocks; negative: before it."""
     skip_tokens: int = 0
     """Leading tokens of the run that we hold already, maybe shared with others: they are not written."""
+
+
+def importable(pool: KvDtype) -> tuple[KvDtype, ...]:
+    """What frames may carry into a pool of this dtype."""
+    return tuple(dtype for dtype in IMPORTABLE if (pool, dtype) != (KvDtype.INT8, KvDtype.INT8_CHANNEL))
 
 
 def fits(sender: KvSpec, receiver: KvSpec) -> bool:

@@ -93,8 +93,7 @@ class Ingest:
             self._lose(action.key, "the sender was gone before it was welcomed")
 
     def _lose(self, key: HandoffKey, reason: str) -> None:
-        del self._welcomed[key]
-        self._inbox.post(HandoffLost(key, reason))
+        self._inbox.post(HandoffLost(key, reason, self._welcomed.pop(key)))
 
     def _clean(self, stream: int) -> None:
         if self._arrivals[stream].is_over:

@@ -65,7 +65,7 @@ class PrefillEffects:
         if key in self._handoffs:
             self._handoffs[key].order(order)
         elif isinstance(order, SendFrame):
-            self._post(HandoffLost(key, "the handoff had ended before the frame was sent"))
+            self._post(HandoffLost(key, "the handoff had ended before the frame was sent", order.attempt))
 
     def _close(self, key: HandoffKey) -> None:
         if key in self._handoffs:

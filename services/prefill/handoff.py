@@ -73,7 +73,7 @@ class OutgoingHandoff:
 
     def _lose(self, reason: str) -> None:
         self._unanswered = 0
-        self._post(HandoffLost(self.key, reason))
+        self._post(HandoffLost(self.key, reason, self._open.opening.attempt))
 
     async def _talk(self, stream: HandoffStream) -> None:
         async with asyncio.TaskGroup() as both:

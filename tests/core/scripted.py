@@ -18,11 +18,13 @@ from kvoy.core.events import (
     Exported,
     FrameArrived,
     FrameSent,
+    HandoffLost,
     HandoffOpened,
     Imported,
     ReceiverSaid,
     ReserveAsked,
     StepDone,
+    Tick,
     WorkSubmitted,
 )
 from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Opening, Welcome
@@ -85,9 +87,9 @@ class PrefillPod(Pod):
         self.welcomes = {}
         super().__init__(PrefillBrain(params, spec, blocks, slots, slot_bytes, CONTEXT_TOKENS, use_store, FINGERPRINT))
 
-    def submit(self, request_id="r", prompt=10, *, epoch=1, held_blocks=0, welcome=None, **more):
+    def submit(self, request_id="r", prompt=10, *, epoch=1, held_blocks=0, welcome=None, reserved=None, **more):
         """Submit a work; ``welcome`` credits come as soon as its handoff is opened."""
-        work = PrefillWork(request(request_id, prompt, **more), reservation(request_id, epoch, held_blocks))
+        work = PrefillWork(request(request_id, prompt, **more), reserved or reservation(request_id, epoch, held_blocks))
         if welcome is not None:
             self.welcomes[HandoffKey(request_id, epoch)] = welcome
         return self.tell(WorkSubmitted(work))
@@ -100,6 +102,15 @@ class PrefillPod(Pod):
                 out = [*out, *super().tell(ReceiverSaid(action.opening.key, welcome))]
         self.out = out
         return out
+
+    def lose(self, attempt=0, request_id="r", epoch=1):
+        """The stream breaks."""
+        return self.tell(HandoffLost(HandoffKey(request_id, epoch), "reset", attempt))
+
+    def wait(self):
+        """Until the next deadline."""
+        self.now = self.brain.next_deadline()
+        return self.tell(Tick())
 
     def say(self, message, request_id="r", epoch=1):
         """The decode pod says something."""
@@ -119,10 +130,12 @@ class PrefillPod(Pod):
 
 
 class DecodePod(Pod):
-    def __init__(self, *, blocks=16, slots=4, slot_blocks=2, context=CONTEXT_TOKENS, use_store=False, **params):
+    def __init__(
+        self, *, blocks=16, slots=4, slot_blocks=2, context=CONTEXT_TOKENS, use_store=False, spec=SPEC, **params
+    ):
         params = DecodeParams(**{"chunk_tokens": 8, "spare_share": 0.0, **params})
         slot_bytes = slot_blocks * SPEC.block_bytes
-        brain = DecodeBrain(params, SPEC, blocks, slots, slot_bytes, context, use_store, FINGERPRINT, "decode:1")
+        brain = DecodeBrain(params, spec, blocks, slots, slot_bytes, context, use_store, FINGERPRINT, "decode:1")
         super().__init__(brain)
         self.leases = {}
 
@@ -140,16 +153,26 @@ class DecodePod(Pod):
         lease = self.leases[request_id]
         key = HandoffKey(request_id, wrong.get("epoch", lease.epoch))
         opening = Opening(
-            key, wrong.get("lease", lease.lease), wrong.get("fingerprint", FINGERPRINT), wrong.get("spec", SPEC)
+            key,
+            wrong.get("lease", lease.lease),
+            wrong.get("fingerprint", FINGERPRINT),
+            wrong.get("spec", SPEC),
+            wrong.get("attempt", 0),
         )
         return self.tell(HandoffOpened(opening, stream))
 
-    def frame(self, seq, first_block, blocks=2, *, request_id="r", epoch=None, stream=1, intact=True, layers=None):
+    def frame(
+        self, seq, first_block, blocks=2, *, request_id="r", epoch=None, stream=1, intact=True, layers=None, spec=SPEC
+    ):
         epoch = epoch or self.leases[request_id].epoch
-        first_layer, count = layers or (0, SPEC.layers)
+        first_layer, count = layers or (0, spec.layers)
         key = HandoffKey(request_id, epoch)
-        header = FrameHeader(key, seq, first_block, blocks, first_layer, count, 0, SPEC.kv_heads, SPEC.dtype)
+        header = FrameHeader(key, seq, first_block, blocks, first_layer, count, 0, spec.kv_heads, spec.dtype)
         return self.tell(FrameArrived(header, intact, stream))
+
+    def lose(self, stream=1, request_id="r", epoch=1):
+        """The stream breaks."""
+        return self.tell(HandoffLost(HandoffKey(request_id, epoch), "reset", stream))
 
     def imported(self):
         """Imports ordered by the last event are done."""

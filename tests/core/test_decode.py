@@ -128,8 +128,8 @@ def test_an_open_handoff_keeps_the_lease_while_prefill_is_at_work_but_not_for_ev
     pod.frame(0, 0, epoch=9)
     pod.now = 1400.0
     assert pod.brain.next_deadline() == 1600.0, "what is not of the handoff is no sign of life"
-    pod.tell(HandoffLost(HandoffKey("r", 1), "reset"))
-    assert pod.brain.next_deadline() == 1430.0
+    pod.tell(HandoffLost(HandoffKey("r", 1), "reset", 1))
+    assert pod.brain.next_deadline() == 1430.0, "another stream may go on, as long as the lease lasts"
     pod.now = 1430.0
     pod.tell(Tick())
     assert pod.one(SayRejected).reason is RejectReason.LEASE_EXPIRED

@@ -18,7 +18,6 @@ from kvoy.core.events import (
     RequestCancelled,
 )
 from kvoy.core.frames import Ack, Committed, HandoffKey, Nack, Refused, Welcome
-from kvoy.core.types import KvDtype
 from tests.core.scripted import DecodePod, said
 from tests.core.toy import SPEC
 
@@ -64,7 +63,9 @@ def test_frames_become_tokens():
         ({"epoch": 2}, "no_lease"),
         ({"epoch": 0}, "old_epoch"),
         ({"fingerprint": "other"}, "fingerprint"),
-        ({"spec": replace(SPEC, dtype=KvDtype.FP16)}, "kv_spec"),
+        ({"spec": replace(SPEC, kv_heads=2)}, "kv_spec"),
+        ({"spec": replace(SPEC, block_tokens=6)}, "kv_spec"),
+        ({"spec": replace(SPEC, block_tokens=40)}, "kv_spec"),
     ],
 )
 def test_a_handoff_that_does_not_fit_its_lease_is_refused(wrong, reason):
@@ -82,8 +83,15 @@ def test_an_epoch_has_one_handoff():
     pod.open(stream=1)
     pod.open(stream=2)
     assert said(pod) == [Refused("epoch_in_use")]
-    pod.tell(HandoffLost(HandoffKey("r", 1), "reset"))
+    pod.tell(HandoffLost(HandoffKey("r", 1), "reset", 1))
     pod.open(stream=3)
+    assert said(pod) == [Refused("epoch_in_use")], "that attempt was there already"
+    pod.tell(RenewAsked("r"))
+    pod.note_leases()
+    pod.open(stream=4)
+    pod.frame(0, 3, 2, stream=4)
+    assert isinstance(said(pod)[0], Refused), "it broke the rules"
+    pod.open(stream=5, attempt=1)
     assert said(pod) == [Refused("epoch_in_use")]
 
 
@@ -168,7 +176,7 @@ def test_a_stream_that_breaks_after_the_last_frame_does_no_harm():
     pod.frame(0, 0)
     load = pod.one(ImportFrame)
     pod.commit(1)
-    pod.tell(HandoffLost(HandoffKey("r", 1), "reset"), RenewAsked("r"))
+    pod.tell(HandoffLost(HandoffKey("r", 1), "reset", 1), RenewAsked("r"))
     assert pod.out == []
     pod.tell(Imported(load.transfer_id))
     assert pod.outputs == [("r", (7,), None)]
@@ -231,7 +239,7 @@ def test_credits_of_a_handoff_that_ends_go_to_those_who_wait():
     pod.open("a", stream=1)
     pod.open("b", stream=2)
     assert said(pod) == [Welcome(0, 0)]
-    pod.tell(HandoffLost(HandoffKey("a", 1), "reset"))
+    pod.tell(HandoffLost(HandoffKey("a", 1), "reset", 1))
     assert said(pod) == [Welcome(1, 0)]
 
 

@@ -7,9 +7,10 @@ import pytest
 
 from kvoy.core.errors import ConfigError, InvariantError
 from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Nack, Opening, Refused, Welcome
-from kvoy.core.handoff import RECEIVER, SENDER, FrameSize, HandoffState
+from kvoy.core.handoff import TRANSITIONS, FrameSize, HandoffState, Lost
 from kvoy.core.handoff_receiver import Receiver, Verdict
 from kvoy.core.handoff_sender import Sender
+from kvoy.core.landing import Landing
 from kvoy.core.step import Sampled
 from kvoy.core.types import KvDtype, TokenLogprob
 from tests.core.toy import FINGERPRINT, SPEC
@@ -23,7 +24,9 @@ LAYERS = FrameSize(1, 1)
 
 def sender(*, state=HandoffState.STREAMING, size=WHOLE, first=0, end=4, credit=8, max_resends=2):
     made = Sender(OPENING, size, first, end, max_resends=max_resends)
-    if state is not HandoffState.OPENING:
+    if state is not HandoffState.AWAY:
+        made.open()
+    if state not in {HandoffState.AWAY, HandoffState.OPENING}:
         made.hear(Welcome(credit, 0))
         made.offer(end)
     if state in {HandoffState.COMMITTING, HandoffState.COMMITTED}:
@@ -46,7 +49,9 @@ def cut(sender):
 
 
 def receiver(*, first=0, end=4, slot_blocks=2, granted=8):
-    made = Receiver(OPENING, 1, slot_blocks * SPEC.block_bytes, first, end)
+    landing = Landing(SPEC, SPEC, first * SPEC.block_tokens, end * SPEC.block_tokens)
+    made = Receiver(OPENING, 1, slot_blocks * SPEC.block_bytes, landing)
+    made.welcome()
     made.grant(granted)
     return made
 
@@ -67,20 +72,25 @@ def test_a_sender_follows_its_table_and_calls_the_rest_a_breach(state, message):
     if state is HandoffState.STREAMING:
         one.next_frame()
     heard = one.hear(message)
-    if (state, type(message)) in SENDER:
+    if (state, type(message)) in TRANSITIONS and (state, type(message)) != (HandoffState.OPENING, Committed):
         assert not heard.breach
-        assert one.state is SENDER[state, type(message)]
+        assert one.state is TRANSITIONS[state, type(message)]
     else:
         assert heard.breach
         assert one.state is HandoffState.ENDED
 
 
 def test_every_state_is_reached_and_only_the_last_ones_are_final():
-    for table, initial in ((SENDER, HandoffState.OPENING), (RECEIVER, HandoffState.STREAMING)):
-        reached = {initial, *table.values()}
-        assert set(HandoffState) - reached == ({HandoffState.OPENING} if table is RECEIVER else set())
-        left = {state for state, _ in table}
-        assert reached - left == {HandoffState.COMMITTED, HandoffState.ENDED}
+    assert {HandoffState.AWAY, *TRANSITIONS.values()} == set(HandoffState)
+    left = {state for state, _ in TRANSITIONS}
+    assert set(HandoffState) - left == {HandoffState.COMMITTED, HandoffState.ENDED}
+
+
+def test_only_an_end_with_a_stream_can_lose_it():
+    with_stream = {state for state, what in TRANSITIONS if what is Refused}
+    assert {state for state, what in TRANSITIONS if what is Lost} == with_stream
+    with pytest.raises(InvariantError, match="Lost while away"):
+        sender(state=HandoffState.AWAY).lose()
 
 
 # how blocks become frames
@@ -96,6 +106,7 @@ def test_frames_are_as_large_as_a_slot():
 
 def test_blocks_go_in_order_as_they_are_ready():
     one = Sender(OPENING, WHOLE, 1, 6, max_resends=2)
+    one.open()
     one.hear(Welcome(8, 0))
     assert not one.has_frame
     one.offer(2)
@@ -332,5 +343,5 @@ def test_a_lost_stream_brings_nothing_more():
     assert not one.damaged(0)
     with pytest.raises(InvariantError, match="does not want"):
         one.take(frame(0))
-    with pytest.raises(InvariantError, match="said Refused"):
+    with pytest.raises(InvariantError, match="Refused while away"):
         one.say(Refused("late"))

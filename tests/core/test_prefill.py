@@ -99,7 +99,8 @@ def test_what_never_opened_a_handoff_closes_none():
     [
         (PrefillWork(request(prompt=0), reservation()), "invalid"),
         (PrefillWork(replace(request(), fingerprint="other"), reservation()), "invalid"),
-        (PrefillWork(request(), reservation(spec=replace(SPEC, dtype=KvDtype.BF16))), "invalid"),
+        (PrefillWork(request(), reservation(spec=replace(SPEC, kv_heads=2))), "invalid"),
+        (PrefillWork(request(), reservation(spec=replace(SPEC, block_tokens=6))), "invalid"),
         (PrefillWork(request(), reservation("other")), "invalid"),
         (PrefillWork(request(), reservation(held_blocks=4)), "invalid"),
         (PrefillWork(request(), reservation(max_frame_bytes=SPEC.layer_bytes - 1)), "invalid"),
@@ -118,12 +119,13 @@ def test_what_can_never_be_done_is_refused_with_a_reason(work, reason):
     assert getattr(pod.brain.counters, f"failed_{reason}") == 1
 
 
-def test_kv_of_another_format_is_refused_in_words():
+def test_kv_of_another_shape_is_refused_in_words():
     pod = PrefillPod()
-    pod.tell(WorkSubmitted(PrefillWork(request(), reservation(spec=replace(SPEC, dtype=KvDtype.INT8)))))
+    other = replace(SPEC, dtype=KvDtype.INT8, block_tokens=6)
+    pod.tell(WorkSubmitted(PrefillWork(request(), reservation(spec=other))))
     said = pod.one(WorkFailed).message
-    assert said.startswith("the decode pod takes KV as int8 in blocks of 4 tokens")
-    assert "this pod makes fp32 in blocks of 4 tokens" in said
+    assert said.startswith("the decode pod takes KV as int8 in blocks of 6 tokens")
+    assert "cannot be had from fp32 in blocks of 4 tokens" in said
 
 
 def test_a_full_queue_and_a_leaving_pod_refuse():
@@ -213,7 +215,6 @@ def test_an_answer_to_no_step_is_a_bug():
     [
         (WorkCancelled(KEY), "cancelled", True),
         (Tick(), "deadline", True),
-        (HandoffLost(KEY, "reset"), "decode_lost", False),
         (ReceiverSaid(KEY, Refused("no_lease")), "refused_by_decode", False),
         (ReceiverSaid(KEY, Committed()), "decode_lost", True),
     ],
@@ -270,8 +271,11 @@ def test_late_words_about_what_has_ended_are_counted_and_ignored():
     pod.export()
     pod.tell(HandoffLost(KEY, "reset"))
     assert pod.brain.load.slots_used == 0, "the loss answers what was being sent"
-    assert pod.tell(FrameSent(KEY, 0), ReceiverSaid(KEY, Ack(0, 1)), WorkCancelled(KEY), HandoffLost(KEY, "")) == []
-    assert pod.brain.counters.late_answers == 2
+    assert pod.tell(FrameSent(KEY, 0), ReceiverSaid(KEY, Ack(0, 1)), HandoffLost(KEY, "")) == []
+    assert pod.brain.counters.late_answers == 3
+    assert [type(action) for action in pod.tell(WorkCancelled(KEY))] == [WorkFailed], "no stream is open"
+    pod.tell(ReceiverSaid(KEY, Ack(0, 1)), HandoffLost(KEY, ""))
+    assert pod.brain.counters.late_answers == 5
 
 
 def test_a_loss_answers_every_send_of_a_frame():

@@ -1,5 +1,8 @@
 """Routing is a function of a snapshot: who is left out, what weighs more, and that equals take turns."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,12 +112,19 @@ def test_tokens_of_our_own_in_a_report_are_not_counted_twice() -> None:
     assert prefill([ours, others]) == "a"
 
 
-def test_prefill_must_make_kv_as_the_decode_pod_takes_it() -> None:
-    fp32 = KvSpec(30, 3, 64, 16, KvDtype.FP32)
-    route = choose_prefill([view("a", Role.PREFILL, spec=fp32)], NEED, {}, SPEC, PARAMS)
+@pytest.mark.parametrize("wrong", [{"layers": 31}, {"kv_heads": 4}, {"head_dim": 32}, {"block_tokens": 24}])
+def test_prefill_must_make_kv_that_the_decode_pod_can_take(wrong: dict[str, int]) -> None:
+    other = replace(SPEC, **wrong)
+    route = choose_prefill([view("a", Role.PREFILL, spec=other)], NEED, {}, SPEC, PARAMS)
     assert isinstance(route, NoRoute)
-    assert route.message == "No prefill pod makes KV as the decode pod takes it (bf16 in blocks of 16 tokens)."
-    assert prefill([view("a", Role.PREFILL, spec=fp32), view("b", Role.PREFILL, own_tokens=10**6)]) == "b"
+    assert route.message.startswith("No prefill pod makes KV that the decode pod can take (bf16 in blocks of 16 tokens")
+    assert prefill([view("a", Role.PREFILL, spec=other), view("b", Role.PREFILL, own_tokens=10**6)]) == "b"
+
+
+def test_of_equal_pods_one_whose_kv_needs_no_turning_goes_first() -> None:
+    wide = replace(SPEC, block_tokens=32, dtype=KvDtype.FP32)
+    assert prefill([view("a", Role.PREFILL, spec=wide), view("b", Role.PREFILL)]) == "b"
+    assert prefill([view("a", Role.PREFILL, spec=wide), view("b", Role.PREFILL, own_tokens=1)]) == "a"
 
 
 views_of_many = st.lists(

@@ -5,7 +5,7 @@ misplaced or from another request changes the token that follows. ``continuation
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvoy.core.actions import ExportBlocks, ImportFrame, ImportSlot, RunStep
 from kvoy.core.events import Exported, Imported, StepDone
@@ -13,6 +13,8 @@ from kvoy.core.step import DecodeRow, PrefillRow, Sampled, StepResult
 from kvoy.core.types import KvDtype, KvSpec, Request, Reservation, SamplingParams
 
 SPEC = KvSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=4, dtype=KvDtype.FP32)
+WIDE = replace(SPEC, block_tokens=8, dtype=KvDtype.BF16)
+NARROW = replace(SPEC, block_tokens=2, dtype=KvDtype.INT8)
 FINGERPRINT = "f00d"
 CONTEXT_TOKENS = 64
 VOCAB_TOKENS = 100_003
@@ -41,21 +43,28 @@ def request(request_id="r", prompt=10, *, first=1, max_tokens=4, stop=(), salt="
     return Request(request_id, token_ids, sampling, FINGERPRINT, cache_salt=salt, deadline=deadline)
 
 
-def reservation(request_id="r", epoch=1, held_blocks=0, *, lease="lease-1", spec=SPEC, max_frame_bytes=0):
-    return Reservation(request_id, epoch, lease, "decode:1", held_blocks, spec, max_frame_bytes)
+def reservation(request_id="r", epoch=1, held_blocks=0, *, lease="lease-1", spec=SPEC, max_frame_bytes=0, accepts=()):
+    return Reservation(request_id, epoch, lease, "decode:1", held_blocks, spec, max_frame_bytes, accepts)
 
 
 @dataclass(eq=False)
 class ToyEngine:
-    """Obeys orders one by one, in order, when told to go on. ``slots`` are the staging slab: {layer: KV} each block."""
+    """Obeys orders one by one, in order, when told to go on. ``slots`` are the staging slab: {layer: KV} each block,
+    and ``slot_dtypes`` what that is meant to be."""
 
     spec: KvSpec
     pool_blocks: int
     slots: list[list[dict[int, list[int]]]]
+    slot_bytes: int | None = None
     now: float = 0.0
     orders: deque = field(default_factory=deque)
     memory: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     steps: list = field(default_factory=list)
+    slot_dtypes: dict[int, KvDtype] = field(default_factory=dict)
+
+    def key(self, block_id):
+        """What a kvstore knows the block by: pools of another format have blocks of their own there."""
+        return self.spec.dtype.label, block_id
 
     def order(self, action):
         self.orders.append(action)
@@ -67,14 +76,23 @@ class ToyEngine:
         match action:
             case RunStep(plan):
                 return self._run(plan)
-            case ExportBlocks(transfer_id, slot, blocks, first, layers, valid_tokens):
+            case ExportBlocks(transfer_id, slot, blocks, first, layers, valid_tokens, wire):
                 self.slots[slot] = self._export(blocks, range(first, first + layers), valid_tokens)
+                assert wire is not self.spec.dtype, "as the pool has it is None"
+                self.slot_dtypes[slot] = wire or self.spec.dtype
+                layer_bytes = replace(self.spec, dtype=self.slot_dtypes[slot]).layer_bytes
+                assert self.slot_bytes is None or len(blocks) * layers * layer_bytes <= self.slot_bytes
                 return Exported(transfer_id)
             case ImportSlot(transfer_id, slot, blocks):
                 self._import(slot, blocks, range(self.spec.layers))
                 return Imported(transfer_id)
-            case ImportFrame(transfer_id, header, _, slot, blocks):
-                self._import(slot, blocks, range(header.first_layer, header.first_layer + header.layers))
+            case ImportFrame(transfer_id, header, _, slot, blocks, run):
+                layers = range(header.first_layer, header.first_layer + header.layers)
+                if run is None:
+                    self._import(slot, blocks, layers)
+                else:
+                    assert (self.slot_dtypes[slot], len(self.slots[slot])) == (run.dtype, run.blocks)
+                    self._import_run(slot, blocks, layers, run)
                 return Imported(transfer_id)
 
     def _run(self, plan):
@@ -124,7 +142,18 @@ class ToyEngine:
             )
         return content
 
+    def _import_run(self, slot, blocks, layers, run):
+        size = self.spec.block_tokens
+        for layer in layers:
+            tokens = [token for content in self.slots[slot] for token in content[layer]]
+            assert len(tokens) == run.blocks * run.block_tokens
+            for at, token in enumerate(tokens[run.skip_tokens :], run.first_token + run.skip_tokens):
+                assert at >= 0, "a token that is not skipped lies before our blocks"
+                if at < len(blocks) * size:
+                    self.memory.setdefault((blocks[at // size], layer), [0] * size)[at % size] = token
+
     def _import(self, slot, blocks, layers):
+        assert self.slot_dtypes[slot] is self.spec.dtype
         assert len(self.slots[slot]) >= len(blocks)
         for content, block in zip(self.slots[slot], blocks, strict=False):
             for layer in layers:

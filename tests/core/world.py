@@ -2,8 +2,8 @@
 
 What may happen next waits in lanes; each lane keeps its order, between lanes anything goes: an engine obeys in order,
 a stream delivers in order, and nobody knows which of two comes first. ``do`` lets one thing happen, ``settle`` all of
-them. Faults (a damaged frame, a cut stream, a kvstore that is away) are the caller's to choose. After every event
-both brains prove their invariants.
+them. Faults (a damaged frame or payload, a cut stream, a kvstore that is away) are the caller's to choose. After every
+event both brains prove their invariants.
 """
 
 from collections import deque
@@ -23,11 +23,13 @@ LAST_MESSAGES = (Committed, Refused)
 
 @dataclass(eq=False)
 class Stream:
-    """One handoff's connection. A damaged payload stays what it is; only ``intact`` tells."""
+    """One connection of a handoff. A damaged payload stays what it is; only ``intact`` and FrameBad tell."""
 
     number: int
     opening: object
     is_open: bool = True
+    is_half: bool = False
+    """The prefill pod knows that it is over, the decode pod does not."""
     is_welcomed: bool = False
     unanswered: int = 0
     arrivals: dict[int, list] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class World:
         self,
         *,
         spec=SPEC,
+        decode_spec=None,
         prefill_blocks=16,
         decode_blocks=16,
         slots=4,
@@ -67,12 +70,12 @@ class World:
     ):
         slot_bytes = slot_bytes or 2 * spec.block_bytes
         decode_slot_bytes = decode_slot_bytes or slot_bytes
+        decode_spec = decode_spec or spec
         self.now = 1000.0
-        self.spec = spec
         self.context_tokens = context_tokens
         self.max_renewals = max_renewals
-        self.p_engine = ToyEngine(spec, prefill_blocks, [[] for _ in range(slots)])
-        self.d_engine = ToyEngine(spec, decode_blocks, [[] for _ in range(slots)])
+        self.p_engine = ToyEngine(spec, prefill_blocks, [[] for _ in range(slots)], slot_bytes)
+        self.d_engine = ToyEngine(decode_spec, decode_blocks, [[] for _ in range(slots)], decode_slot_bytes)
         self.fresh_p = partial(
             PrefillBrain,
             prefill or PrefillParams(chunk_tokens=8),
@@ -81,7 +84,7 @@ class World:
         self.fresh_d = partial(
             DecodeBrain,
             decode or DecodeParams(chunk_tokens=8, max_batch=4),
-            spec, decode_blocks, slots, decode_slot_bytes, context_tokens, use_store, FINGERPRINT, "decode:1",
+            decode_spec, decode_blocks, slots, decode_slot_bytes, context_tokens, use_store, FINGERPRINT, "decode:1",
         )  # fmt: skip
         self.p, self.d = self.fresh_p(), self.fresh_d()
         self.lanes = {}
@@ -92,6 +95,9 @@ class World:
         self.store_is_away = False
         self.announced = {"p": set(), "d": set()}
         self.damage = lambda _: None
+        """The header that is read instead of this one, whose number may be wrong; None: it came as it was sent."""
+        self.spoil = lambda _: False
+        """Whether the payload of this frame is not what was sent, though the header is."""
         self.log = []
         """(pod, event or action), as they came."""
         self.handled = {"p": [], "d": []}
@@ -112,16 +118,28 @@ class World:
         for key in client.works:
             self._later("router", self.to_p, ev.WorkCancelled(key))
 
+    def cancel_work(self, request_id):
+        """The router takes the work back from the prefill pod only."""
+        for key in self.clients[request_id].works:
+            self._later("router", self.to_p, ev.WorkCancelled(key))
+
     def renew(self, request_id):
         """The router believes the prefill pod lost, and it need not be."""
         self._later("router", self.to_d, ev.RenewAsked(request_id))
 
-    def cut(self, number):
-        """A connection breaks: what is on its way is gone, both ends hear of it."""
+    def cut(self, number, *, half=False):
+        """A connection breaks: what is on its way is gone, both ends hear of it. ``half``: only the prefill pod does,
+        and what is on its way to the decode pod still gets there, however late."""
         stream = self.streams[number]
-        if stream.is_open:
+        if not stream.is_open:
+            return
+        if half:
+            stream.is_half, stream.is_open = True, False
+            self._drop_lanes(stream, "out", "back")
+            self._later(f"wire {stream.number}", self._end_half, stream)
+        else:
             self._end_stream(stream)
-            self._lose_p(stream, "cut")
+        self._lose_p(stream, "cut")
 
     def advance(self, seconds):
         """Time passes; deadlines come due one after the other."""
@@ -232,11 +250,14 @@ class World:
     def _perform_p(self, action):
         match action:
             case do.OpenHandoff(_, opening):
+                before = self.p_streams.get(opening.key)
+                assert not opening.attempt or not before.is_open
                 number = len(self.streams) + 1
                 stream = self.streams[number] = self.p_streams[opening.key] = Stream(number, opening)
                 self._later(f"out {number}", self._connect, stream)
             case do.SendFrame(header):
                 stream = self.p_streams[header.key]
+                assert stream.opening.attempt == action.attempt
                 stream.unanswered += 1
                 if stream.is_open:
                     self._later(f"out {stream.number}", self._send, stream, action)
@@ -266,9 +287,13 @@ class World:
             case do.SayOutputs(_, outputs):
                 for output in outputs:
                     self._hear_output(output)
-            case do.ImportFrame(_, header, number, slot):
-                self.d_engine.slots[slot] = self._payload(number, header)
-                self._order("d", action)
+            case do.ImportFrame(transfer_id, header, number, slot):
+                payload = self._payload(number, header)
+                if self.spoil(header):
+                    self._later(f"verify {number}", self.to_d, ev.FrameBad(transfer_id))
+                else:
+                    self.d_engine.slots[slot], self.d_engine.slot_dtypes[slot] = payload, header.dtype
+                    self._order("d", action)
             case do.DropFrame(header, number):
                 self._payload(number, header)
             case do.SayToSender(_, number, message):
@@ -283,7 +308,7 @@ class World:
                 self._order(pod, action)
             case do.LookUpStore(request_id, ids):
                 present = 0
-                while present < len(ids) and ids[present] in self.store and not self.store_is_away:
+                while present < len(ids) and engine.key(ids[present]) in self.store and not self.store_is_away:
                     present += 1
                 self._later(f"look {request_id}", tell, ev.StoreLookedUp(request_id, present))
             case do.FetchFromStore(transfer_id, ids, slot):
@@ -312,16 +337,18 @@ class World:
     def _fetch(self, tell, engine, transfer_id, ids, slot):
         found = []
         for block_id in ids:
-            if block_id not in self.store or self.store_is_away:
+            if engine.key(block_id) not in self.store or self.store_is_away:
                 break
-            found.append(self.store[block_id])
+            found.append(self.store[engine.key(block_id)])
+        engine.slot_dtypes[slot] = engine.spec.dtype
         engine.slots[slot] = [{layer: list(kv) for layer, kv in block.items()} for block in found]
         tell(ev.StoreFetched(transfer_id, len(found)))
 
     def _put(self, tell, engine, transfer_id, ids, slot):
+        assert engine.slot_dtypes[slot] is engine.spec.dtype, "what is kept is what was computed"
         if not self.store_is_away:
             for block_id, content in zip(ids, engine.slots[slot], strict=False):
-                kept = self.store.setdefault(block_id, {layer: list(kv) for layer, kv in content.items()})
+                kept = self.store.setdefault(engine.key(block_id), {layer: list(kv) for layer, kv in content.items()})
                 assert kept == content, "two contents under one id"
         tell(ev.StorePut(transfer_id))
 
@@ -333,7 +360,8 @@ class World:
     def _send(self, stream, action):
         payload = [{layer: list(kv) for layer, kv in block.items()} for block in self.p_engine.slots[action.slot]]
         header = action.header
-        assert action.payload_bytes == header.blocks * header.layers * self.spec.layer_bytes
+        assert action.payload_bytes == header.blocks * header.layers * stream.opening.kv_spec.layer_bytes
+        assert self.p_engine.slot_dtypes[action.slot] is header.dtype is stream.opening.kv_spec.dtype
         assert len(payload) == header.blocks
         self._later(f"wire {stream.number}", self._arrive, stream, header, payload)
         stream.unanswered -= 1
@@ -359,10 +387,12 @@ class World:
     def _say(self, stream, message):
         is_last = isinstance(message, LAST_MESSAGES)
         stream.is_welcomed = not is_last
+        if stream.is_half:
+            return
         if not stream.is_open:
             if not is_last:
                 stream.is_welcomed = False
-                self._later("lost d", self.to_d, ev.HandoffLost(stream.opening.key, "gone"))
+                self._later("lost d", self.to_d, ev.HandoffLost(stream.opening.key, "gone", stream.number))
             return
         self._later(f"back {stream.number}", self._hear_receiver, stream, message)
 
@@ -375,15 +405,24 @@ class World:
 
     def _end_stream(self, stream):
         stream.is_open = False
-        for lane in ("out", "wire", "back"):
-            self.lanes.pop(f"{lane} {stream.number}", None)
+        self._drop_lanes(stream, "out", "wire", "back")
         if stream.is_welcomed:
             stream.is_welcomed = False
-            self._later("lost d", self.to_d, ev.HandoffLost(stream.opening.key, "lost"))
+            self._later("lost d", self.to_d, ev.HandoffLost(stream.opening.key, "lost", stream.number))
+
+    def _end_half(self, stream):
+        stream.is_half = False
+        if stream.is_welcomed:
+            stream.is_welcomed = False
+            self.to_d(ev.HandoffLost(stream.opening.key, "lost", stream.number))
+
+    def _drop_lanes(self, stream, *lanes):
+        for lane in lanes:
+            self.lanes.pop(f"{lane} {stream.number}", None)
 
     def _lose_p(self, stream, reason):
         stream.unanswered = 0
-        self._later("lost p", self.to_p, ev.HandoffLost(stream.opening.key, reason))
+        self._later("lost p", self.to_p, ev.HandoffLost(stream.opening.key, reason, stream.opening.attempt))
 
     # the router
 

@@ -12,9 +12,11 @@ import pytest
 
 from kvoy.core.decode import DecodeParams
 from kvoy.core.frames import FrameHeader, HandoffKey
+from kvoy.core.prefill import PrefillParams
 from kvoy.core.step import StepPlan, StepResult
-from kvoy.core.types import DecodeReport, FinishReason, KvSpec, PrefillReport, Request
-from tests.core.toy import request
+from kvoy.core.types import DecodeReport, FinishReason, KvDtype, KvSpec, PrefillReport, Request
+from kvoy.core.wire import WirePolicy
+from tests.core.toy import WIDE, request
 from tests.core.world import World
 
 FOLDER = Path(__file__).parent / "brains"
@@ -40,10 +42,30 @@ def preemption(world):
 
 
 def renew(world):
-    """The stream breaks after the first frame; a new epoch ships what is missing."""
+    """The router believes the prefill pod lost after the first frame; a new epoch ships what is missing."""
     world.ask(request("r", 18, max_tokens=2))
     run_until(world, "d", "Imported")
+    world.cancel_work("r")
+    world.renew("r")
+
+
+def resume(world):
+    """The stream breaks when the second frame is on its way; another one goes on after the first."""
+    world.ask(request("r", 18, max_tokens=2))
+    run_until(world, "d", "Imported")
+    run_until(world, "p", "FrameSent", times=2)
     world.cut(1)
+
+
+def damage(world):
+    """What came into the slot is not what was sent; the frame is asked for again."""
+    world.spoil = lambda header: header.seq == 1 and world.d.counters.frames_dropped_corrupt == 0
+    world.ask(request("r", 18, max_tokens=2))
+
+
+def other_format(world):
+    """Blocks of 4 tokens in fp32 into blocks of 8 in bf16, int8 on the wire."""
+    world.ask(request("r", 18, max_tokens=2))
 
 
 def few_slots(world):
@@ -57,6 +79,9 @@ STORIES = {
     cancel_mid_handoff: {},
     preemption: {"decode_blocks": 5, "decode": DecodeParams(chunk_tokens=16, spare_share=0.0)},
     renew: {},
+    resume: {},
+    damage: {},
+    other_format: {"decode_spec": WIDE, "prefill": PrefillParams(chunk_tokens=8, wire=WirePolicy.INT8)},
     few_slots: {"slots": 1},
 }
 
@@ -66,9 +91,9 @@ def pick(lanes):
     return min(lanes, key=lambda lane: (lane.startswith("engine"), lane))
 
 
-def run_until(world, pod, name):
-    """Until the pod has been told an event of this name."""
-    while not any(who == pod and type(what).__name__ == name for who, what in world.log):
+def run_until(world, pod, name, times=1):
+    """Until the pod has been told an event of this name, so often."""
+    while sum(who == pod and type(what).__name__ == name for who, what in world.log) < times:
         world.do(pick(world.choices()))
 
 
@@ -108,6 +133,7 @@ BRIEF = {
     PrefillReport: prefilled,
     DecodeReport: decoded,
     KvSpec: lambda _: "kv",
+    KvDtype: lambda value: value.label,
     FinishReason: lambda value: value.value,
     float: lambda value: f"{value:.3f}",
     bytes: lambda value: value.hex()[:6],

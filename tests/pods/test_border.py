@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvoy.core.errors import InvalidRequest
-from kvoy.core.types import KvDtype, PrefillWork, RejectReason, Request, Reservation
+from kvoy.core.types import PrefillWork, RejectReason, Request, Reservation
 from kvoy.runtime.engine_pod import check_request
 from kvoy.runtime.pod import reachable
 from tests.pods.cluster import GREEDY, ask, cluster, sentence
@@ -77,7 +77,7 @@ async def test_another_model_or_format_is_refused() -> None:
         assert outcome.rejection is not None
         assert outcome.rejection.reason is RejectReason.INVALID
         request = ask([1, 2])
-        other_format = replace(HELD, request_id=request.request_id, kv_spec=replace(SPEC, dtype=KvDtype.FP16))
+        other_format = replace(HELD, request_id=request.request_id, kv_spec=replace(SPEC, kv_heads=3))
         with pytest.raises(InvalidRequest):
             await anext(pods.router.prefill.run(prefill.address, PrefillWork(request, other_format)))
 

@@ -103,7 +103,7 @@ async def test_the_end_of_a_welcomed_stream_is_a_loss(inbox: Inbox, ingest: Inge
     await ingest.closed(second, "")
     assert HandoffLost not in inbox.kinds
     await ingest.closed(first, "the sender is gone")
-    assert inbox.events[-1] == HandoffLost(KEY, "the sender is gone")
+    assert inbox.events[-1] == HandoffLost(KEY, "the sender is gone", 1)
     assert not ingest._arrivals
     assert not ingest._welcomed
 

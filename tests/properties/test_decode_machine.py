@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvoy.core import actions as do
 from kvoy.core import events as ev
 from kvoy.core.decode import DecodeBrain, DecodeParams
-from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Opening, Refused, Welcome
+from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Nack, Opening, Refused, Welcome
 from kvoy.core.step import Sampled, StepResult
-from kvoy.core.types import KvDtype
 from tests.core.toy import CONTEXT_TOKENS, FINGERPRINT, SPEC, request
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -43,8 +42,14 @@ class Decode(RuleBasedStateMachine):
         self.asked, self.ended = Counter(), Counter()
         self.reservations = {}
         self.senders = {}
-        """Stream of each handoff that was welcomed: [key, next seq, next block, held until]."""
+        """Stream of each handoff that was opened: [key, next seq, next block]."""
+        self.attempts = Counter()
+        self.frames = {}
+        """Every frame that was sent for a lease, by its number."""
+        self.lease_of = {}
         self.granted = Counter()
+        self.again = []
+        """Frames that were asked for again: (stream, seq)."""
         self.payloads = Counter()
         self.streams = 0
         self.used = set()
@@ -86,8 +91,13 @@ class Decode(RuleBasedStateMachine):
         match message:
             case Committed() | Refused():
                 self.senders.pop(stream, None)
-            case Welcome(credits=credit):
-                self.granted[stream] = credit
+            case Welcome(credits=credit, next_seq=seq):
+                self.granted[stream] = seq + credit
+                if stream in self.senders and seq < self.senders[stream][1]:
+                    key, block = self.senders[stream][0], self.frames[self.lease_of[stream]][seq].first_block
+                    self.senders[stream] = [key, seq, block]
+            case Nack(seq=seq) if stream in self.senders:
+                self.again.append((stream, seq))
             case Ack(through_seq=through, credits=credit):
                 assert through + 1 + credit >= self.granted[stream], "a promise was taken back"
                 self.granted[stream] = through + 1 + credit
@@ -97,8 +107,8 @@ class Decode(RuleBasedStateMachine):
 
     # the pod's own parts
 
-    @rule(turns=st.integers(1, 4))
-    def engine_works(self, turns):
+    @rule(turns=st.integers(1, 4), bad=st.sampled_from((False, False, True)))
+    def engine_works(self, turns, bad=False):
         for _ in range(min(turns, len(self.engine))):
             match self.engine.popleft():
                 case do.RunStep(plan):
@@ -108,7 +118,7 @@ class Decode(RuleBasedStateMachine):
                 case do.ExportBlocks(transfer_id):
                     self.tell(ev.Exported(transfer_id))
                 case do.ImportFrame(transfer_id):
-                    self.tell(ev.Imported(transfer_id))
+                    self.tell(ev.FrameBad(transfer_id) if bad else ev.Imported(transfer_id))
 
     @rule(pick=st.integers(0, 5))
     def store_answers(self, pick):
@@ -123,7 +133,7 @@ class Decode(RuleBasedStateMachine):
             stream = draw.choice([*self.senders]) if self.senders else 0
             match draw.randrange(5):
                 case 0 | 1:
-                    self.engine_works(draw.randrange(1, 3))
+                    self.engine_works(draw.randrange(1, 3), draw.randrange(8) == 0)
                 case 2:
                     self.store_answers(draw.randrange(4))
                 case 3:
@@ -139,6 +149,13 @@ class Decode(RuleBasedStateMachine):
 
     def go_on_sending(self, stream):
         key, seq, block = self.senders[stream]
+        wanted = next((again for again in self.again if again[0] == stream), None)
+        if wanted is not None:
+            self.again.remove(wanted)
+            header = self.frames[self.lease_of[stream]].get(wanted[1])
+            if header is not None:
+                self.arrive(header, True, stream)
+            return
         blocks = SPEC.blocks_for(self.prompts[key.request_id])
         if block >= blocks:
             self.tell(ev.CommitArrived(Commit(key, seq, 5, None, self.now), stream))
@@ -183,18 +200,24 @@ class Decode(RuleBasedStateMachine):
 
     # prefill pods
 
-    @rule(name=st.sampled_from(NAMES), wrong=st.sampled_from((None, None, None, "lease", "epoch", "spec")))
+    @rule(name=st.sampled_from(NAMES), wrong=st.sampled_from((None, None, None, "lease", "epoch", "spec", "attempt")))
     def open(self, name, wrong):
+        """The first stream of a lease, or the next one, whether or not the one before it is known to be lost."""
         reservation = self.reservations.get(name)
         if reservation is None:
             return
         self.streams += 1
         self.used.add(reservation.lease)
         key = HandoffKey(name, reservation.epoch + (wrong == "epoch"))
-        spec = replace(SPEC, dtype=KvDtype.BF16) if wrong == "spec" else SPEC
-        self.senders[self.streams] = [key, 0, reservation.held_blocks]
+        spec = replace(SPEC, kv_heads=2) if wrong == "spec" else SPEC
+        sent = self.frames.setdefault(reservation.lease, {})
+        end = max((header.first_block + header.blocks for header in sent.values()), default=reservation.held_blocks)
+        self.senders[self.streams] = [key, len(sent), end]
+        self.lease_of[self.streams] = reservation.lease
         lease = "stolen" if wrong == "lease" else reservation.lease
-        self.tell(ev.HandoffOpened(Opening(key, lease, FINGERPRINT, spec), self.streams))
+        attempt = self.attempts[lease] - (wrong == "attempt")
+        self.attempts[lease] += 1
+        self.tell(ev.HandoffOpened(Opening(key, lease, FINGERPRINT, spec, max(0, attempt)), self.streams))
 
     @rule(pick=st.integers(0, 9), blocks=st.integers(1, 2), intact=st.sampled_from((True, True, True, False)))
     def send(self, pick, blocks, intact):
@@ -223,6 +246,8 @@ class Decode(RuleBasedStateMachine):
             self.arrive(FrameHeader(key, seq, block, 1, *layers, 0, 1, SPEC.dtype), intact, stream)
 
     def arrive(self, header, intact, stream):
+        if intact and stream in self.lease_of:
+            self.frames[self.lease_of[stream]].setdefault(header.seq, header)
         self.payloads[stream, header.seq] += 1
         self.tell(ev.FrameArrived(header, intact, stream))
 
@@ -238,7 +263,7 @@ class Decode(RuleBasedStateMachine):
         if self.senders:
             stream = [*self.senders][pick % len(self.senders)]
             key, *_ = self.senders.pop(stream)
-            self.tell(ev.HandoffLost(key, "reset"))
+            self.tell(ev.HandoffLost(key, "reset", stream))
 
     @rule(seconds=st.floats(0.1, 20.0))
     def wait(self, seconds):

@@ -1,7 +1,7 @@
 """One story, and one fault in it, at every single moment: two prompts handed over, one prefilled here, few slots.
 
 Where test_pair draws what happens, this tries all of it: after each event of the story comes a cancel, a cut, a
-deadline, a damaged frame, a renewal, a drain.
+deadline, a damaged frame or payload, a renewal, a drain. The decode pod's blocks are twice as large and of bf16.
 """
 
 import pytest
@@ -9,14 +9,15 @@ import pytest
 from kvoy.core import events as ev
 from kvoy.core.decode import DecodeParams
 from kvoy.core.prefill import PrefillParams
-from tests.core.toy import request
+from tests.core.toy import WIDE, request
 from tests.core.world import World, damaged_header
 
 
 def world():
     made = World(
         prefill_blocks=10,
-        decode_blocks=16,
+        decode_spec=WIDE,
+        decode_blocks=8,
         slots=2,
         use_store=True,
         prefill=PrefillParams(chunk_tokens=8, silence_s=20.0),
@@ -55,9 +56,26 @@ def damage_next(world):
     world.damage = damage
 
 
-def cut_all(world):
+def spoil_next(world):
+    left = [2]
+
+    def spoil(_):
+        left[0] -= 1
+        return left[0] >= 0
+
+    world.spoil = spoil
+
+
+def cut_all(world, *, half=False):
     for number in list(world.streams):
-        world.cut(number)
+        world.cut(number, half=half)
+
+
+def cut_often(world):
+    for seconds in (0.05, 0.3, 1.0):
+        cut_all(world, half=True)
+        world.advance(seconds)
+        play(world, 7)
 
 
 FAULTS = {
@@ -66,6 +84,11 @@ FAULTS = {
     "cancel b": lambda world: world.cancel("b"),
     "cancel c": lambda world: world.cancel("c"),
     "cut": cut_all,
+    "half cut": lambda world: cut_all(world, half=True),
+    "cut often": cut_often,
+    "spoil": spoil_next,
+    "cut and spoil": lambda world: (cut_all(world), spoil_next(world)),
+    "spoil, cut and renew": lambda world: (spoil_next(world), cut_all(world), world.renew("a"), world.renew("b")),
     "deadline": lambda world: world.advance(501),
     "silence": lambda world: world.advance(15),
     "damage": damage_next,
@@ -79,13 +102,13 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_any_moment_harms_nobody_else(fault):
     moments = length()
-    assert moments > 60
+    assert moments > 55
     for moment in range(moments + 1):
         one = world()
         play(one, moment)
         FAULTS[fault](one)
         one.settle()
         one.assert_clean()
-        if fault in {"none", "cut", "damage", "renew a", "renew b", "store away"}:
+        if fault.startswith(("none", "cut", "half", "damage", "spoil", "renew", "store")):
             ends = [client.ends[0].value for client in one.clients.values()]
             assert ends == ["length"] * 3, f"at moment {moment}"

@@ -1,7 +1,8 @@
 """Prefill and decode wired together: whatever is late, lost, damaged or taken back, tokens are right and nothing stays.
 
-The machine asks, cancels, cuts streams, damages frames, lets time pass, takes the kvstore away; between that, lanes
-move in any order. Both brains prove their invariants after each event (see World); at the end everything settles.
+The machine asks, cancels, cuts streams, damages headers and payloads, lets time pass, takes the kvstore away; between
+that, lanes move in any order. The pods may differ in block size and number format. Both brains prove their invariants
+after each event (see World); at the end everything settles.
 """
 
 import random
@@ -14,10 +15,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvoy.core import events as ev
 from kvoy.core.decode import DecodeParams
 from kvoy.core.prefill import PrefillParams
-from tests.core.toy import SPEC, continuation, request
+from kvoy.core.wire import WirePolicy
+from tests.core.toy import NARROW, SPEC, WIDE, continuation, request
 from tests.core.world import World, damaged_header
 
 SLOT_BYTES = (SPEC.layer_bytes, SPEC.block_bytes, 2 * SPEC.block_bytes, 3 * SPEC.block_bytes)
+SPECS = (SPEC, SPEC, WIDE, NARROW)
+"""A layer of any of them fits the smallest slot."""
+
+
+def pool_blocks(blocks, spec):
+    """As many tokens as so many blocks of SPEC hold."""
+    return blocks * SPEC.block_tokens // spec.block_tokens
 
 
 class Pair(RuleBasedStateMachine):
@@ -32,11 +41,20 @@ class Pair(RuleBasedStateMachine):
         use_store=st.booleans(),
         chunk_tokens=st.sampled_from((4, 8, 12)),
         max_batch=st.integers(1, 4),
+        spec=st.sampled_from(SPECS),
+        decode_spec=st.sampled_from(SPECS),
+        wire=st.sampled_from(WirePolicy),
     )
-    def start(self, *, chunk_tokens, max_batch, **sizes):
+    def start(self, *, chunk_tokens, max_batch, wire, prefill_blocks, decode_blocks, spec, decode_spec, **sizes):
         self.world = World(
             **sizes,
-            prefill=PrefillParams(chunk_tokens=chunk_tokens, max_queue=4, max_admitted=3),
+            spec=spec,
+            decode_spec=decode_spec,
+            prefill_blocks=pool_blocks(prefill_blocks, spec),
+            decode_blocks=pool_blocks(decode_blocks, decode_spec),
+            prefill=PrefillParams(
+                chunk_tokens=max(chunk_tokens, spec.block_tokens), max_queue=4, max_admitted=3, wire=wire
+            ),
             decode=DecodeParams(chunk_tokens=chunk_tokens, max_batch=max_batch, max_waiting=6, store_backlog_blocks=6),
         )
         self.asked = 0
@@ -85,11 +103,11 @@ class Pair(RuleBasedStateMachine):
     def keep_leases(self):
         self.world.to_d(ev.LeasesKept(tuple(self.world.clients)))
 
-    @rule(pick=st.integers(0, 100))
-    def cut(self, pick):
+    @rule(pick=st.integers(0, 100), half=st.booleans())
+    def cut(self, pick, half):
         numbers = [number for number, stream in self.world.streams.items() if stream.is_open]
         if numbers:
-            self.world.cut(numbers[pick % len(numbers)])
+            self.world.cut(numbers[pick % len(numbers)], half=half)
 
     @rule(count=st.integers(1, 3), lie=st.none() | st.integers(0, 8))
     def damage(self, count, lie):
@@ -101,7 +119,17 @@ class Pair(RuleBasedStateMachine):
 
         self.world.damage = damage
 
-    @rule(seconds=st.floats(0.01, 40.0))
+    @rule(count=st.integers(1, 3))
+    def spoil(self, count):
+        left = [count]
+
+        def spoil(_):
+            left[0] -= 1
+            return left[0] >= 0
+
+        self.world.spoil = spoil
+
+    @rule(seconds=st.sampled_from((0.03, 0.2)) | st.floats(0.01, 40.0))
     def wait(self, seconds):
         self.world.advance(seconds)
 
@@ -131,23 +159,33 @@ TestPair = Pair.TestCase
 TestPair.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_without_faults_everything_is_answered(seed):
-    """Mixed requests, shared prefixes, few slots; no faults, so none may fail."""
-    draw = random.Random(seed)
-    world = World(
-        prefill_blocks=draw.choice((8, 16)),
-        decode_blocks=draw.choice((10, 16)),
+def drawn_world(draw, **more):
+    spec, decode_spec = draw.choice(SPECS), draw.choice(SPECS)
+    return World(
+        spec=spec,
+        decode_spec=decode_spec,
+        prefill_blocks=pool_blocks(draw.choice((8, 16)), spec),
+        decode_blocks=pool_blocks(draw.choice((10, 16)), decode_spec),
+        prefill=PrefillParams(chunk_tokens=8, wire=draw.choice(list(WirePolicy)), max_resends=20),
         slots=draw.choice((1, 2, 4)),
         slot_bytes=draw.choice(SLOT_BYTES),
         decode_slot_bytes=draw.choice(SLOT_BYTES),
         use_store=draw.random() < 0.5,
+        **more,
     )
+
+
+def drawn_request(draw, index):
+    return request(f"q{index}", draw.randint(1, 24), first=draw.choice((1, 1, 5)), max_tokens=draw.randint(1, 8))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_without_faults_everything_is_answered(seed):
+    """Mixed requests, shared prefixes, few slots; no faults, so none may fail."""
+    draw = random.Random(seed)
+    world = drawn_world(draw)
     for index in range(8):
-        world.ask(
-            request(f"q{index}", draw.randint(1, 24), first=draw.choice((1, 1, 5)), max_tokens=draw.randint(1, 8)),
-            local=draw.random() < 0.3,
-        )
+        world.ask(drawn_request(draw, index), local=draw.random() < 0.3)
         for _ in range(draw.randint(0, 30)):
             if names := world.choices():
                 world.do(draw.choice(names))
@@ -156,3 +194,29 @@ def test_without_faults_everything_is_answered(seed):
     assert world.p.counters.done == world.p.counters.submitted
     assert world.d.counters.finished_length == world.d.counters.asked
     assert world.d.counters.frames_received == world.p.counters.frames_shipped
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_broken_stream_and_no_damage_fails_a_request(seed):
+    """Streams break all the time, on one side or both, frames are damaged in header or payload, epochs are renewed."""
+    draw = random.Random(seed)
+    patient = DecodeParams(chunk_tokens=8, max_batch=4, lease_s=300.0)
+    world = drawn_world(draw, max_renewals=1000, decode=patient)
+    world.damage = lambda header: damaged_header(header, draw.choice((None, 0, 3))) if draw.random() < 0.1 else None
+    world.spoil = lambda _: draw.random() < 0.1
+    for index in range(8):
+        world.ask(drawn_request(draw, index))
+        for _ in range(draw.randint(0, 60)):
+            if names := world.choices():
+                world.do(draw.choice(names))
+            open_streams = [number for number, stream in world.streams.items() if stream.is_open]
+            if open_streams and draw.random() < 0.1:
+                world.cut(draw.choice(open_streams), half=draw.random() < 0.5)
+            if draw.random() < 0.1:
+                world.advance(draw.choice((0.03, 0.1, 0.6)))
+            if draw.random() < 0.02:
+                world.renew(f"q{draw.randint(0, index)}")
+    world.settle(pick=draw.choice)
+    world.assert_clean()
+    world.assert_replays()
+    assert world.d.counters.finished_length == world.d.counters.asked

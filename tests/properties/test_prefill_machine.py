@@ -39,7 +39,11 @@ class Prefill(RuleBasedStateMachine):
         self.submitted, self.ended, self.started = Counter(), Counter(), Counter()
         self.flying = {}
         """Slot of each frame of a work that is not over and not acknowledged, by (key, seq)."""
-        self.opened = set()
+        self.opened = {}
+        """The attempt of each handoff whose stream is open."""
+        self.attempts = Counter()
+        self.landed = Counter()
+        """Frames of each handoff that were acknowledged."""
         self.committing = set()
         self.sent = {}
 
@@ -63,29 +67,39 @@ class Prefill(RuleBasedStateMachine):
                 self.engine.append(action)
             case do.PutToStore() | do.LookUpStore():
                 self.stores.append(action)
-            case do.OpenHandoff():
-                assert action.opening.key not in self.opened
-                self.opened.add(action.opening.key)
-                self.sent[action.opening.key] = set()
+            case do.OpenHandoff(_, opening):
+                self.open(opening)
             case do.SendFrame():
-                assert action.header.key in self.opened
+                assert action.attempt == self.opened[action.header.key]
+                assert action.header.seq >= self.landed[action.header.key], "it was acknowledged"
                 self.flying[action.header.key, action.header.seq] = action.slot
                 self.sends.setdefault(action.header.key, deque()).append(action)
             case do.SendCommit(commit):
                 assert self.sent[commit.key] == set(range(commit.frames))
                 self.committing.add(commit.key)
             case do.CloseHandoff(key):
-                self.opened.remove(key)
+                del self.opened[key]
             case do.WorkStarted(key):
                 self.started[key] += 1
             case do.WorkDone(key) | do.WorkFailed(key):
                 self.ended[key] += 1
                 if self.submitted[key] == self.ended[key]:
-                    self.opened.discard(key)
+                    self.opened.pop(key, None)
                     self.committing.discard(key)
                     self.forget(key, 10**6)
 
+    def open(self, opening):
+        assert opening.key not in self.opened
+        assert opening.attempt in {0, self.attempts[opening.key]}
+        if not opening.attempt:
+            self.landed[opening.key] = 0
+        self.opened[opening.key] = opening.attempt
+        self.attempts[opening.key] = opening.attempt + 1
+        self.sent[opening.key] = set(range(self.landed[opening.key]))
+
     def forget(self, key, through):
+        sent = [seq for at, seq in self.flying if at == key and seq <= through]
+        self.landed[key] = max([self.landed[key], *(seq + 1 for seq in sent)])
         self.flying = {at: slot for at, slot in self.flying.items() if at[0] != key or at[1] > through}
 
     def sends_open(self):
@@ -147,7 +161,8 @@ class Prefill(RuleBasedStateMachine):
                 case 5 if self.committing:
                     self.tell(ev.ReceiverSaid(draw.choice(sorted(self.committing, key=str)), Committed()))
                 case 5 if self.opened:
-                    self.tell(ev.ReceiverSaid(draw.choice(sorted(self.opened, key=str)), Welcome(2, 0)))
+                    key = draw.choice(sorted(self.opened, key=str))
+                    self.tell(ev.ReceiverSaid(key, Welcome(2, self.landed[key])))
 
     # what others do
 
@@ -197,18 +212,23 @@ class Prefill(RuleBasedStateMachine):
             self.forget(self.key(pick), message.through_seq)
         self.tell(ev.ReceiverSaid(self.key(pick), message))
 
-    @rule(pick=st.integers(0, 99))
-    def lose(self, pick):
+    @rule(pick=st.integers(0, 99), again=st.booleans())
+    def lose(self, pick, again):
+        """The stream, if one is open; or of one that is over, once more."""
         key = self.key(pick)
-        self.sends.pop(key, None)
-        self.opened.discard(key)
-        self.tell(ev.HandoffLost(key, "reset"))
+        sends = self.sends.pop(key, None)
+        attempt = self.opened.pop(key, sends[0].attempt if sends else 0)
+        self.committing.discard(key)
+        self.flying = {at: slot for at, slot in self.flying.items() if at[0] != key}
+        self.tell(ev.HandoffLost(key, "reset", attempt))
+        if again:
+            self.tell(ev.HandoffLost(key, "reset", attempt))
 
     @rule(pick=st.integers(0, 99))
     def cancel(self, pick):
         self.tell(ev.WorkCancelled(self.key(pick)))
 
-    @rule(seconds=st.floats(0.1, 15.0))
+    @rule(seconds=st.sampled_from((0.02, 0.5)) | st.floats(0.1, 15.0))
     def wait(self, seconds):
         self.now += seconds
         self.tell(ev.Tick())
