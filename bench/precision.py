@@ -254,7 +254,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chunk-tokens", type=at_least_one, default=64, help="of a window that one step reads")
     parser.add_argument("--wire", action="store_true", help="measure KV that crosses a wire in int8, too")
-    parser.add_argument("--threads", type=at_least_one, default=len(usable_cores()))
+    parser.add_argument("--threads", type=at_least_one, default=len(usable_cores()), help="that compute")
 
 
 def _measure(options: argparse.Namespace, console: Console) -> Report:
@@ -272,7 +272,11 @@ def _measure(options: argparse.Namespace, console: Console) -> Report:
     )
     tokens = everyone[0].reading.tokens
     if not tokens:
-        raise ConfigError(f"the text has {len(ids)} tokens, less than one window; give a longer one")
+        given = min(len(ids), options.tokens or len(ids))
+        raise ConfigError(
+            f"{given} tokens of text are less than one window of {options.window_tokens}; give a longer text, or lower "
+            "--window-tokens" + (", or raise --tokens" if options.tokens else "")
+        )
     about: dict[str, object] = {"model": files.name, "text": options.text.name, "tokens": tokens}
     about |= {"window_tokens": options.window_tokens, "chunk_tokens": options.chunk_tokens}
     note = f"{files.name} on {tokens:,} tokens of {options.text.name}, in windows of {options.window_tokens}:"

@@ -37,7 +37,7 @@ def main() -> int:
     try:
         device = choose("cpu" if options.cpu_dry_run else "cuda", torch.bfloat16)
     except ConfigError as error:
-        sys.stderr.write(f"device check: {error}\n")
+        sys.stderr.write(f"device check: {error}. It measures a GPU; --cpu-dry-run only tries the script itself\n")
         return 2
     report = Report(_about(device.place), options.json)
     bench = Bench(device, Sizes(is_tiny=options.cpu_dry_run))

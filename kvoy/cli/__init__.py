@@ -38,7 +38,7 @@ def main() -> None:
     except typer.Exit as left:
         status = left.exit_code
     except TyperException as mistake:
-        said = mistake.format_message().rstrip(".")
+        said = mistake.format_message().replace("Value error, ", "").rstrip(".")
         complain(f"{said} See" if said.endswith("?") else f"{said}; see", f"kvoy {_command(words)}--help.")
         status = mistake.exit_code
     except AlreadySaid:

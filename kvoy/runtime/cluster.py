@@ -29,6 +29,8 @@ _GRACE_S = 8.0
 _DRAIN_S = 2.0
 """What running requests get when the cluster is asked to stop."""
 _LOOK_AGAIN_S = 0.05
+_SLOW_S = 6.0
+"""A pod that loads for so long is spoken of: a warm start takes 2 to 5 s."""
 _REACH_S = 5.0
 _DEFAULT_PORTS = {"redis": 6379, "rediss": 6379, "nats": 4222, "tls": 4222}
 
@@ -160,7 +162,8 @@ class Cluster:
         role, name, flags = pod
         kept = Kept(partial(self._service, role, name, flags), Child.ready_line, self._say)
         self._pods.append(kept)
-        await kept.start(_SERVICE_START_S)
+        with said_when_slow(self._say, name):
+            await kept.start(_SERVICE_START_S)
         self._say(f"{name} is ready.")
 
     async def _start_router(self) -> None:
@@ -194,6 +197,19 @@ class Cluster:
 
     def _command(self, name: str, argv: tuple[str, ...], *, prints_ready: bool) -> Command:
         return Command(name, argv, self._env, self.log_dir / f"{name}.log", prints_ready)
+
+
+@contextlib.contextmanager
+def said_when_slow(say: Say, name: str) -> Iterator[None]:
+    """Tell whoever waits that something still goes on."""
+    told = (
+        f"{name} is still loading: a first start converts weights and compiles for this CPU, which may take a minute."
+    )
+    timer = asyncio.get_running_loop().call_later(_SLOW_S, say, told)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def share_cores(cores: int, prefill: int, decode: int) -> tuple[list[int], list[int]]:

@@ -56,7 +56,7 @@ def test_every_command_has_help(command):
         (["up", "--prefill", "two"], "'--prefill'"),
         (["up", "--prefill", "0"], "'--prefill'"),
         (["up", "--single", "--prefill", "2"], "--single has no prefill pods"),
-        (["up", "--dtype", "fp8"], "fp8"),
+        (["up", "--dtype", "fp8"], "'--dtype': 'fp8' is not one of"),
         (["up", "--kv-dtype", "int4"], "int4"),
         (["up", "--set", "decode"], "ROLE.FIELD=VALUE"),
         (["up", "--set", "decoder.max_batch=1"], "did you mean decode?"),

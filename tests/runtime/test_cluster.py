@@ -9,8 +9,8 @@ import pytest
 
 from kvoy.core.errors import ConfigError
 from kvoy.core.types import Role
-from kvoy.runtime import cluster_files
-from kvoy.runtime.cluster import Cluster, ClusterPlan, check_free, check_reachable, share_cores
+from kvoy.runtime import cluster, cluster_files
+from kvoy.runtime.cluster import Cluster, ClusterPlan, check_free, check_reachable, said_when_slow, share_cores
 from kvoy.runtime.cluster_files import ClusterRecord
 
 
@@ -99,6 +99,18 @@ def test_the_newest_comes_first(tmp_path, folder):
         cluster_files.write(newer, folder)
         cluster_files.write(older, folder)
         assert cluster_files.running(folder) == [newer, older]
+
+
+async def test_a_pod_that_loads_for_long_is_spoken_of_once(monkeypatch):
+    monkeypatch.setattr(cluster, "_SLOW_S", 0.01)
+    told: list[str] = []
+    with said_when_slow(told.append, "decode-0"):
+        await asyncio.sleep(0.05)
+    with said_when_slow(told.append, "decode-1"):
+        pass
+    await asyncio.sleep(0.05)
+    assert len(told) == 1
+    assert told[0].startswith("decode-0 is still loading")
 
 
 def test_what_a_dead_cluster_left_is_swept_away(tmp_path, folder):
