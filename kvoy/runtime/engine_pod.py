@@ -34,7 +34,7 @@ class EnginePodConfig(PodConfig):
         "fp32", "Number format of weights and activations; int4 is bf16 that decodes few requests with 4-bit weights."
     )
     kv_dtype: Literal["auto", "fp32", "bf16", "int8"] = option(
-        "auto", "Number format of the KV pool, equal in all pods; auto is dtype's, int8 holds twice as much as bf16."
+        "auto", "Number format of the KV pool; auto is dtype's, int8 holds nearly twice as much as bf16."
     )
     device: Literal["cpu", "cuda", "auto"] = option(
         "auto", "Where the engine computes: cuda is an NVIDIA GPU, auto is one if all that it needs is there."

@@ -4,6 +4,7 @@ from kvoy.core.actions import PrefillAction
 from kvoy.core.counters import PrefillCounters
 from kvoy.core.events import PrefillEvent, Tick
 from kvoy.core.prefill import PrefillBrain, PrefillParams
+from kvoy.core.wire import WirePolicy
 from kvoy.runtime.engine_effects import Engine, EngineEffects
 from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
@@ -22,7 +23,7 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
     """The service around a worker that is ready."""
     ready = engine.ready
     brain = PrefillBrain(
-        PrefillParams(chunk_tokens=config.chunk_tokens),
+        PrefillParams(chunk_tokens=config.chunk_tokens, wire=WirePolicy(config.wire)),
         ready.kv_spec,
         pool_blocks=ready.pool_blocks,
         slots=engine.slab.slots,

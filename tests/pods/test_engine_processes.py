@@ -175,6 +175,34 @@ async def test_int8_kv_moves_between_pods_as_it_is(pods: Pods, router: Router) -
     assert all(process.terminate() == 0 for process in processes.values())
 
 
+async def test_kv_crosses_in_int8_into_pools_of_floats(pods: Pods, router: Router) -> None:
+    sender = pods.stage.service("prefill", **ENGINE, wire="int8")
+    address = sender.ready()["grpc"]
+    pair = replace(pods, addresses={**pods.addresses, "prefill": address})
+    case = CASES["unicode"]
+    outcome = await ask(pair, router, case, "quantised")
+    assert outcome.token_ids == case["output_ids"]
+    blocks = SPEC.blocks_for(len(case["prompt_ids"])) - outcome.decode.held_tokens // SPEC.block_tokens
+    assert blocks > 0
+    wire = replace(SPEC, dtype=KvDtype.INT8_CHANNEL)
+    assert outcome.prefill.shipped_bytes == outcome.decode.received_bytes == blocks * wire.block_bytes
+    assert wire.block_bytes <= 0.54 * replace(SPEC, dtype=KvDtype.BF16).block_bytes
+    assert sender.terminate() == 0
+
+
+@pytest.mark.parametrize("block_tokens", [8, 32])
+async def test_pods_with_blocks_of_other_sizes_understand_each_other(
+    pods: Pods, router: Router, block_tokens: int
+) -> None:
+    receiver = pods.stage.service("decode", **{**ENGINE, "block_tokens": block_tokens})
+    address = receiver.ready()["grpc"]
+    pair = replace(pods, addresses={**pods.addresses, "decode": address})
+    for name in ("chat_turns3", "block_edge_31"):
+        outcome = await ask(pair, router, CASES[name], f"{name}-in-blocks-of-{block_tokens}")
+        assert outcome.token_ids == CASES[name]["output_ids"]
+    assert receiver.terminate() == 0
+
+
 async def test_killed_it_leaves_no_worker(pods: Pods) -> None:
     victim = pods.stage.service("decode", **ENGINE)
     victim.ready()
