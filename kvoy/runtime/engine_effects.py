@@ -28,6 +28,11 @@ class Slots(Protocol):
     @property
     def slot_bytes(self) -> int: ...
 
+    @property
+    def fd(self) -> int | None:
+        """What other processes map it from; None: they cannot."""
+        ...
+
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable."""
         ...
@@ -66,6 +71,10 @@ class EngineEffects:
     def slot(self, index: int, length: int) -> memoryview:
         """The first ``length`` bytes of a slot."""
         return self._engine.slab.slot(index)[:length]
+
+    def slot_offset(self, index: int) -> int:
+        """Where a slot begins in the slab."""
+        return index * self._engine.slab.slot_bytes
 
     def import_blocks(self, order: messages.ImportBlocks) -> None:
         """A filled slot into the pool; answered by Imported."""

@@ -5,7 +5,7 @@ What is the same for prefill and decode pods is here; what differs is a brain, i
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal, Protocol
@@ -51,6 +51,9 @@ class EnginePodConfig(PodConfig):
     )
     context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.", at_least=0)
     chunk_tokens: int = option(128, "Prompt tokens that one engine step may prefill.", at_least=1)
+    transport: Literal["grpc", "shm"] = option(
+        "grpc", "How KV goes to or comes from pods that say the same: shm is shared memory, for pods of one host."
+    )
     deterministic: bool = option(
         False, "Prove at the start that no request's output depends on what else is served, to the last bit; fp32 only."
     )
@@ -175,6 +178,7 @@ class EngineService:
     effects: EngineEffects
     registrations: Sequence[Registration]
     on_failure: Callable[[str], None]
+    close_transports: Callable[[], Awaitable[None]] | None = None
 
     @property
     def model(self) -> ModelInfo:
@@ -206,4 +210,6 @@ class EngineService:
         self.on_failure(message)
 
     async def close(self) -> None:
+        if self.close_transports is not None:
+            await self.close_transports()
         await self.engine.stop()

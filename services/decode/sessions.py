@@ -5,7 +5,7 @@ router speaks for another's request. A slow router is the transport's business: 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -13,7 +13,7 @@ from kvoy.core.actions import SayOutputs, SayRejected, SayReserved
 from kvoy.core.errors import InvalidRequest
 from kvoy.core.events import DecodeEvent, LeasesKept, RenewAsked, RequestCancelled, ReserveAsked
 from kvoy.core.serve import Cancel, DecodeMessage, Keep, Rejection, Renew, Reserve, RouterMessage, StepOutputs
-from kvoy.core.types import ModelInfo, RejectReason
+from kvoy.core.types import ModelInfo, RejectReason, TransportOffer
 from kvoy.runtime.engine_pod import check_request
 from kvoy.runtime.loop import Inbox
 from kvoy.transport.decode import DecodeSession
@@ -33,7 +33,14 @@ class Sessions:
     """DecodeHandler of kvoy.transport.decode. ``own_address`` is where KV goes when the brain was told nothing else,
     for the brain is made before the server has its port."""
 
-    def __init__(self, inbox: Inbox[DecodeEvent], model: ModelInfo, own_address: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        inbox: Inbox[DecodeEvent],
+        model: ModelInfo,
+        own_address: Callable[[], str],
+        offers: Sequence[TransportOffer] = (),
+    ) -> None:
+        self._offers = tuple(offers)
         self._inbox = inbox
         self._model = model
         self._own_address = own_address
@@ -72,7 +79,7 @@ class Sessions:
         match action:
             case SayReserved(source, reservation):
                 address = reservation.ingest_address or self._own_address()
-                self._send(source, replace(reservation, ingest_address=address))
+                self._send(source, replace(reservation, ingest_address=address, transports=self._offers))
             case SayRejected(source, request_id, reason, message):
                 self._forget(request_id)
                 self._send(source, Rejection(request_id, reason, message))

@@ -56,7 +56,7 @@ class PrefillEffects:
                 self._shared.perform(action)
 
     def _open(self, action: OpenHandoff) -> None:
-        handoff = OutgoingHandoff(self._connector, action, self._shared.slot, self._post)
+        handoff = OutgoingHandoff(self._connector, action, self._shared.slot, self._shared.slot_offset, self._post)
         self._handoffs[handoff.key] = handoff
         handoff.start(self._tasks, self._forget)
 

@@ -19,7 +19,8 @@ Report = ReceiverSaid | FrameSent | HandoffLost
 
 
 class OutgoingHandoff:
-    """``slot(index, length)`` gives the bytes of a staging slot; ``post`` takes what happens."""
+    """``slot(index, length)`` gives the bytes of a staging slot, ``offset(index)`` its place in the slab; ``post``
+    takes what happens."""
 
     _task: asyncio.Task[None]
 
@@ -28,11 +29,13 @@ class OutgoingHandoff:
         connector: HandoffConnector,
         opening: OpenHandoff,
         slot: Callable[[int, int], memoryview],
+        offset: Callable[[int], int],
         post: Callable[[Report], None],
     ) -> None:
         self._connector = connector
         self._open = opening
         self._slot = slot
+        self._offset = offset
         self._post = post
         self._orders: asyncio.Queue[SendFrame | SendCommit] = asyncio.Queue()
         self._unanswered = 0
@@ -57,7 +60,8 @@ class OutgoingHandoff:
 
     async def _run(self) -> None:
         try:
-            stream = await self._connector.open(self._open.address, self._open.opening, _LIMIT_S)
+            asked = self._open
+            stream = await self._connector.open(asked.address, asked.opening, _LIMIT_S, asked.transports)
             try:
                 await self._talk(stream)
             finally:
@@ -86,7 +90,7 @@ class OutgoingHandoff:
         while True:
             match await self._orders.get():
                 case SendFrame(header, slot, payload_bytes):
-                    await stream.send_frame(header, self._slot(slot, payload_bytes))
+                    await stream.send_frame(header, self._slot(slot, payload_bytes), self._offset(slot))
                     self._unanswered -= 1
                     self._post(FrameSent(self.key, header.seq))
                 case SendCommit(commit):

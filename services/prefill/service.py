@@ -4,14 +4,16 @@ from kvoy.core.actions import PrefillAction
 from kvoy.core.counters import PrefillCounters
 from kvoy.core.events import PrefillEvent, Tick
 from kvoy.core.prefill import PrefillBrain, PrefillParams
-from kvoy.core.wire import WirePolicy
+from kvoy.core.wire import SHM, WirePolicy
 from kvoy.runtime.engine_effects import Engine, EngineEffects
 from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
 from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
 from kvoy.transport.kv_stream import GrpcHandoffConnector
+from kvoy.transport.links import Links
 from kvoy.transport.prefill import prefill_service
+from kvoy.transport.shm import ShmLink
 from services.prefill.config import PrefillConfig
 from services.prefill.effects import PrefillEffects
 from services.prefill.servicer import PrefillServicer
@@ -40,6 +42,13 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
     servicer = PrefillServicer(loop, ready.model)
     store = StoreLink.through(pod)
     shared = EngineEffects(engine, store, pod, loop.post)
-    effects = PrefillEffects(shared, servicer, GrpcHandoffConnector(pod.channels), pod.tasks, loop.post)
+    connector = GrpcHandoffConnector(pod.channels, _links(config, engine))
+    effects = PrefillEffects(shared, servicer, connector, pod.tasks, loop.post)
     watch_engine_pod(pod, "prefill", brain, ready.kv_spec, store)
-    return EngineService(engine, brain, loop, shared, [prefill_service(servicer)], servicer.fail)
+    return EngineService(engine, brain, loop, shared, [prefill_service(servicer)], servicer.fail, connector.close)
+
+
+def _links(config: PrefillConfig, engine: Engine) -> Links:
+    """What payloads may go by besides gRPC."""
+    fd = engine.slab.fd
+    return Links([ShmLink(fd)] if config.transport == SHM and fd is not None else [])

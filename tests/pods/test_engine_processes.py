@@ -203,6 +203,27 @@ async def test_pods_with_blocks_of_other_sizes_understand_each_other(
     assert receiver.terminate() == 0
 
 
+def slabs_mapped_by(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("kvoy-slab")
+
+
+async def test_pods_of_one_host_hand_over_by_shared_memory(pods: Pods, router: Router) -> None:
+    ends = [pods.stage.service(role, **ENGINE, transport="shm") for role in ("prefill", "decode")]
+    addresses = {role: end.ready()["grpc"] for role, end in zip(("prefill", "decode"), ends, strict=True)}
+    pair = replace(pods, addresses={**pods.addresses, **addresses})
+    for name in ("chat_turns3", "block_edge_31"):
+        outcome = await ask(pair, router, CASES[name], f"{name}-shared")
+        assert outcome.token_ids == CASES[name]["output_ids"]
+        assert outcome.reservation is not None
+        assert [offer.name for offer in outcome.reservation.transports] == ["shm"]
+    assert "do without shm" not in ends[0].stderr
+    assert slabs_mapped_by(ends[1].pid) == 2  # its own, and the prefill pod's
+    socket_folder = Path(outcome.reservation.transports[0].address.partition(":")[2]).parent
+    assert socket_folder.exists()
+    assert all(end.terminate() == 0 for end in ends)
+    assert not socket_folder.exists()
+
+
 async def test_killed_it_leaves_no_worker(pods: Pods) -> None:
     victim = pods.stage.service("decode", **ENGINE)
     victim.ready()

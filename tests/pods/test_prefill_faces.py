@@ -23,7 +23,7 @@ from kvoy.core.events import (
     WorkSubmitted,
 )
 from kvoy.core.frames import Commit, Committed, FrameHeader, HandoffKey, Opening, ReceiverMessage, Refused, Welcome
-from kvoy.core.types import PrefillReport, PrefillWork, Reservation
+from kvoy.core.types import PrefillReport, PrefillWork, Reservation, TransportOffer
 from services.prefill.handoff import OutgoingHandoff
 from services.prefill.servicer import PrefillServicer
 from tests.pods.cluster import ask
@@ -122,6 +122,9 @@ async def test_a_broken_pod_ends_every_call(servicer: PrefillServicer) -> None:
 # --- handoffs, as the prefill pod has them
 
 
+OFFERS = (TransportOffer("shm", "host:/run/slabs"),)
+
+
 class Wire:
     """HandoffConnector and the one HandoffStream it opens."""
 
@@ -133,16 +136,17 @@ class Wire:
         self.answers: asyncio.Queue[ReceiverMessage | PeerError] = asyncio.Queue()
         self.is_closed = False
 
-    async def open(self, address: str, opening: Opening, timeout_s: float) -> "Wire":
+    async def open(self, address: str, opening: Opening, timeout_s: float, offers: tuple = ()) -> "Wire":
         assert opening == OPENING
+        assert offers == OFFERS
         assert timeout_s > 0
         if self.refuses:
             raise PeerError(f"{address} cannot be reached")
         return self
 
-    async def send_frame(self, header: FrameHeader, payload: memoryview) -> None:
+    async def send_frame(self, header: FrameHeader, payload: memoryview, offset: int = 0) -> None:
         await self.takes.wait()
-        self.sent.append((header.seq, bytes(payload[:1])))
+        self.sent.append((header.seq, bytes(payload[:1]), offset))
 
     async def send_commit(self, commit: Commit) -> None:
         self.sent.append(commit)
@@ -169,7 +173,11 @@ class Sending:
         self.slots = {3: bytearray(b"three"), 4: bytearray(b"four")}
         self.ended = asyncio.Event()
         self.handoff = OutgoingHandoff(
-            wire, OpenHandoff("d:1", OPENING), lambda index, length: memoryview(self.slots[index])[:length], inbox.post
+            wire,
+            OpenHandoff("d:1", OPENING, OFFERS),
+            lambda index, length: memoryview(self.slots[index])[:length],
+            lambda index: 100 * index,
+            inbox.post,
         )
         self.handoff.start(tasks, lambda _: self.ended.set())
 
@@ -186,7 +194,7 @@ async def test_frames_and_commit_go_in_order_and_are_answered(inbox: Inbox) -> N
         await turns(20)
         sending.wire.answers.put_nowait(Welcome(2, 0))
         sending.wire.answers.put_nowait(Committed())
-    assert sending.wire.sent == [(0, b"t"), (1, b"f"), COMMIT]
+    assert sending.wire.sent == [(0, b"t", 300), (1, b"f", 400), COMMIT]
     assert inbox.events == [
         FrameSent(KEY, 0),
         FrameSent(KEY, 1),

@@ -44,6 +44,7 @@ class ToySlab:
     slots: int
     slot_bytes: int
     memory: bytearray
+    fd: int | None = None
 
     def slot(self, index: int) -> memoryview:
         assert 0 <= index < self.slots
