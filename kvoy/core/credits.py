@@ -79,11 +79,11 @@ class Credits:
         stream = self._streams[receiver.key] = Stream(request, receiver, size)
         return stream
 
-    def forget(self, key: HandoffKey) -> Stream | None:
+    def forget(self, key: HandoffKey) -> None:
         """The stream is over."""
         self._thirsty.pop(key, None)
         self._unheard.pop(key, None)
-        return self._streams.pop(key, None)
+        self._streams.pop(key, None)
 
     def welcome(self, stream: Stream) -> None:
         """The sender may begin, with what credit there is."""

@@ -51,6 +51,10 @@ class FrameHeader:
     heads: int
     dtype: KvDtype
 
+    def payload_bytes(self, spec: KvSpec) -> int:
+        """How long the payload is, in the format of the handoff's opening."""
+        return self.blocks * self.layers * self.heads * spec.tile_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:

@@ -220,7 +220,7 @@ class Receiver:
             and header.blocks >= 1
             and self._blocks.start <= header.first_block
             and header.first_block + header.blocks <= self._blocks.stop
-            and header.blocks * header.layers * spec.layer_bytes <= self._slot_bytes
+            and header.payload_bytes(spec) <= self._slot_bytes
         )
 
     def _places(self, header: FrameHeader) -> range:

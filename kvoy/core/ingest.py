@@ -120,7 +120,7 @@ class Ingest:
         """The frame is in the pool; the slot is free. Returns the request, which may be over."""
         item = self._end_import(transfer_id)
         request, receiver, header = item.request, item.receiver, item.header
-        payload_bytes = header.blocks * header.layers * receiver.opening.kv_spec.layer_bytes
+        payload_bytes = header.payload_bytes(receiver.opening.kv_spec)
         self._tally.add("frames_received")
         self._tally.add("bytes_received", payload_bytes)
         if request.phase is not Phase.OVER:

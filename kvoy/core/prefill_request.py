@@ -103,7 +103,7 @@ class PrefillRequest:
 
     def payload_bytes(self, header: FrameHeader) -> int:
         """Of a frame of its handoff."""
-        return header.blocks * header.layers * self.sender.opening.kv_spec.layer_bytes
+        return header.payload_bytes(self.sender.opening.kv_spec)
 
     def chain(self, first: int, end: int) -> tuple[tuple[bytes, ...], bytes]:
         """Ids of full blocks, and of the block before them (empty: there is none)."""

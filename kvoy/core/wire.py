@@ -12,9 +12,7 @@ from kvoy.core.types import KvDtype, KvSpec, TransportOffer
 
 GRPC = "grpc"
 SHM = "shm"
-NIXL = "nixl"
-TRANSPORTS = (GRPC, SHM, NIXL)
-"""``grpc``: payloads are in the frames. ``shm``, ``nixl``: the receiver fetches them from the sender's staging slab."""
+"""Transports. ``grpc``: payloads are in the frames. ``shm``: the receiver copies them from the sender's slab."""
 
 IMPORTABLE = tuple(KvDtype)
 """What an engine turns into its pool's own format, unless that would quantise what is quantised already."""

@@ -13,13 +13,12 @@ from kvoy.engine.control_groups import CGROUPS, PROC, group_folders, lines
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MADV_DONTNEED = 4
-_KEEP_BYTES = 1 << 30
 _OLD_MMAP_LIMIT_BYTES = 32 << 20
 """The most that older releases of glibc take for M_MMAP_THRESHOLD."""
 
 
-def keep_freed_memory() -> None:
-    """Let the allocator keep large blocks that are freed, instead of handing each back to the kernel.
+def keep_freed_memory(most_bytes: int = 1 << 30) -> None:
+    """Let the allocator keep up to so much of what is freed, instead of handing each large block back to the kernel.
 
     The temporaries of a forward are megabytes each: mapped, zeroed page by page by the kernel, and unmapped again for
     every operator, which took an eighth of a prefill of 2,048 tokens. Kept, they are reused; ``give_back_freed_memory``
@@ -28,8 +27,8 @@ def keep_freed_memory() -> None:
     mallopt = _libc_function("mallopt")
     if mallopt is None:
         return
-    mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
-    if not mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES):
+    mallopt(_M_TRIM_THRESHOLD, most_bytes)
+    if not mallopt(_M_MMAP_THRESHOLD, most_bytes):
         mallopt(_M_MMAP_THRESHOLD, _OLD_MMAP_LIMIT_BYTES)
 
 

@@ -11,6 +11,8 @@ from kvoy.core.step import StepPlan, StepResult
 from kvoy.core.types import KvDtype, KvSpec, ModelInfo
 from kvoy.core.wire import WireRun
 
+DEFAULT_POOL_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:

@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 from kvoy.core.errors import ConfigError
 from kvoy.core.types import Role
 from kvoy.engine.cores import usable_cores
-from kvoy.runtime.config import SHARED_VARIABLES
+from kvoy.engine.memory import available_bytes
+from kvoy.engine.messages import DEFAULT_POOL_BYTES
+from kvoy.runtime.config import SHARED_VARIABLES, parse_size
 from kvoy.runtime.process import Child, Command, Kept, StartFailed, child_environ, python
 from kvoy.runtime.servers import NATS, REDIS, LocalServer, free_port
 
@@ -84,6 +86,7 @@ class Cluster:
     async def start(self) -> Endpoints:
         """The router's addresses ``http`` and ``grpc``, once it has a pod of each kind. StartFailed, ConfigError."""
         self._check_addresses()
+        check_pools(self._plan, available_bytes())
         self._make_folders()
         await _all(self._have_server(server) for server in (REDIS, NATS))
         await _all([*(self._start_pod(pod) for pod in self._pod_list()), self._start_router()])
@@ -197,6 +200,29 @@ class Cluster:
 
     def _command(self, name: str, argv: tuple[str, ...], *, prints_ready: bool) -> Command:
         return Command(name, argv, self._env, self.log_dir / f"{name}.log", prints_ready)
+
+
+def check_pools(plan: ClusterPlan, available: int | None) -> None:
+    """ConfigError when KV pools that fit into memory one by one do not fit together: each pod judges its own, and a
+    page of a pool is taken only once it is used, in the middle of work."""
+    sizes = [
+        size
+        for role, count in ((Role.PREFILL, plan.prefill), (Role.DECODE, plan.decode))
+        for size in [_pool_bytes(plan.overrides.get(role, {}))] * count
+    ]
+    if available is not None and sum(sizes) > available >= max(sizes):
+        raise ConfigError(
+            f"the KV pools of {len(sizes)} pods take {sum(sizes) / (1 << 30):,.1f} GiB together, but "
+            f"{available / (1 << 30):,.1f} GiB of memory can be had here; set decode.pool_bytes or prefill.pool_bytes lower"
+        )
+
+
+def _pool_bytes(overrides: Mapping[str, str]) -> int:
+    """0 for what the pod itself refuses, with a sentence of its own."""
+    try:
+        return parse_size(overrides["pool_bytes"]) if "pool_bytes" in overrides else DEFAULT_POOL_BYTES
+    except ValueError:
+        return 0
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import xxhash
 
-from kvoy.core.frames import FrameHeader, Opening
+from kvoy.core.frames import Opening
 from kvoy.core.wire import GRPC
 from kvoy.transport.frame_wire import MAX_FRAME_BYTES, Frame
 
@@ -81,7 +81,7 @@ class Referred:
 def payload_of(frame: Frame, opening: Opening, source: Source | None) -> tuple[Payload, bool]:
     """The payload of a frame, and whether the frame can be believed: intact, of the length that its header says in
     the format of the opening, and within reach."""
-    expected_bytes = payload_bytes(frame.header, opening)
+    expected_bytes = frame.header.payload_bytes(opening.kv_spec)
     if source is None:
         carried = Carried(frame.payload, frame.payload_checksum)
         return carried, frame.intact and frame.source_offset is None and carried.nbytes == expected_bytes
@@ -89,11 +89,6 @@ def payload_of(frame: Frame, opening: Opening, source: Source | None) -> tuple[P
     is_there = offset is not None and expected_bytes <= MAX_FRAME_BYTES and source.holds(offset, expected_bytes)
     referred = Referred(source, offset or 0, expected_bytes, frame.payload_checksum)
     return referred, frame.intact and is_there and not frame.payload
-
-
-def payload_bytes(header: FrameHeader, opening: Opening) -> int:
-    """How long the payload under this header is."""
-    return header.blocks * header.layers * header.heads * opening.kv_spec.tile_bytes
 
 
 def is_carried(opening: Opening) -> bool:

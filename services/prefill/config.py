@@ -14,3 +14,4 @@ class PrefillConfig(EnginePodConfig):
     wire: Literal["raw", "int8"] = option(
         "raw", "Number format of KV on its way: raw is that of the narrower pool, int8 takes 54 % of bf16's bytes."
     )
+    handoff_streams: int = option(1, "Connections to each decode pod; handoffs take turns.", at_least=1)

@@ -42,7 +42,7 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
     servicer = PrefillServicer(loop, ready.model)
     store = StoreLink.through(pod)
     shared = EngineEffects(engine, store, pod, loop.post)
-    connector = GrpcHandoffConnector(pod.channels, _links(config, engine))
+    connector = GrpcHandoffConnector(pod.channels, _links(config, engine), streams=config.handoff_streams)
     effects = PrefillEffects(shared, servicer, connector, pod.tasks, loop.post)
     watch_engine_pod(pod, "prefill", brain, ready.kv_spec, store)
     return EngineService(engine, brain, loop, shared, [prefill_service(servicer)], servicer.fail, connector.close)

@@ -10,7 +10,15 @@ import pytest
 from kvoy.core.errors import ConfigError
 from kvoy.core.types import Role
 from kvoy.runtime import cluster, cluster_files
-from kvoy.runtime.cluster import Cluster, ClusterPlan, check_free, check_reachable, said_when_slow, share_cores
+from kvoy.runtime.cluster import (
+    Cluster,
+    ClusterPlan,
+    check_free,
+    check_pools,
+    check_reachable,
+    said_when_slow,
+    share_cores,
+)
 from kvoy.runtime.cluster_files import ClusterRecord
 
 
@@ -99,6 +107,19 @@ def test_the_newest_comes_first(tmp_path, folder):
         cluster_files.write(newer, folder)
         cluster_files.write(older, folder)
         assert cluster_files.running(folder) == [newer, older]
+
+
+def test_pools_that_do_not_fit_together_are_refused_at_once(tmp_path):
+    plan = ClusterPlan("m", "fp32", "auto", 2, 1, True, "h:1", "g:1", tmp_path)
+    overrides = {Role.DECODE: {"pool_bytes": "14GiB"}, Role.PREFILL: {"pool_bytes": "5GiB"}}
+    with pytest.raises(ConfigError, match=r"pools of 3 pods take 24.0 GiB together, but 23.0 GiB .* decode.pool_bytes"):
+        check_pools(replace(plan, overrides=overrides), 23 << 30)
+    check_pools(replace(plan, overrides=overrides), 24 << 30)
+    check_pools(replace(plan, overrides=overrides), None)
+    with pytest.raises(ConfigError, match="3.0 GiB together"):
+        check_pools(plan, 2 << 30)
+    for said_by_the_pod in ("900GB", "lots"):
+        check_pools(replace(plan, overrides={Role.DECODE: {"pool_bytes": said_by_the_pod}}), 23 << 30)
 
 
 async def test_a_pod_that_loads_for_long_is_spoken_of_once(monkeypatch):

@@ -5,6 +5,7 @@ import contextlib
 import resource
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from kvoy.core.errors import DeadlinePassed, PeerError
@@ -41,6 +42,18 @@ async def carrying(request, serve, channels):
     """The same, where payloads travel in the frames."""
     async with transports.transport(request.param, serve, channels) as ends:
         yield ends
+
+
+async def test_handoffs_take_turns_on_the_connections_of_a_pod(serve, channels):
+    address = (await serve(ingest_service(Ingest()))).address
+    connector = GrpcHandoffConnector(channels, streams=2)
+    for index in range(6):
+        opening = replace(values.OPENING, key=HandoffKey(f"r{index}", 1))
+        await connector.open(address, opening, 30)
+    connected = psutil.Process().net_connections("tcp")
+    port = int(address.rpartition(":")[2])
+    assert len([each for each in connected if each.raddr and each.raddr.port == port]) == 2
+    await connector.close()
 
 
 def assert_lost(handler, stream: int) -> None:
