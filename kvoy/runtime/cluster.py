@@ -213,7 +213,7 @@ def check_pools(plan: ClusterPlan, available: int | None) -> None:
     if available is not None and sum(sizes) > available >= max(sizes):
         raise ConfigError(
             f"the KV pools of {len(sizes)} pods take {sum(sizes) / (1 << 30):,.1f} GiB together, but "
-            f"{available / (1 << 30):,.1f} GiB of memory can be had here; set decode.pool_bytes or prefill.pool_bytes lower"
+            f"{available / (1 << 30):,.1f} GiB of memory can be had here; lower decode.pool_bytes or prefill.pool_bytes"
         )
 
 

@@ -25,8 +25,8 @@ from kvoy.transport.frame_wire import MAX_FRAME_BYTES
 from kvoy.transport.rpc import Registration
 
 KEPT_BYTES = 128 << 20
-"""Of freed memory in a service that moves KV: gRPC takes and frees some MiB for every frame. Where the kernel has to give
-them anew each time, receiving 1.5 GB costs 140,000 page faults instead of 20,000."""
+"""Of freed memory in a service that moves KV: gRPC takes and frees some MiB for every frame. Where the kernel has to
+give them anew each time, receiving 1.5 GB costs 140,000 page faults instead of 20,000."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def test_pools_that_do_not_fit_together_are_refused_at_once(tmp_path):
         check_pools(replace(plan, overrides=overrides), 23 << 30)
     check_pools(replace(plan, overrides=overrides), 24 << 30)
     check_pools(replace(plan, overrides=overrides), None)
-    with pytest.raises(ConfigError, match="3.0 GiB together"):
+    with pytest.raises(ConfigError, match=r"3\.0 GiB together"):
         check_pools(plan, 2 << 30)
     for said_by_the_pod in ("900GB", "lots"):
         check_pools(replace(plan, overrides={Role.DECODE: {"pool_bytes": said_by_the_pod}}), 23 << 30)
