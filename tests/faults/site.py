@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ class Kind:
     flags: dict[str, object] = field(default_factory=dict)
 
 
-TOY = Kind(lambda role: ("tests.faults.toy_pod", role))
+TOY = Kind(lambda role: ("tests.faults.toy_pod", role), {"check": "true"})
 
 
 @dataclass(eq=False)
@@ -61,7 +62,10 @@ class Pod:
 
     async def numbers(self) -> dict[str, float]:
         """Every series of /metrics without labels."""
-        text = await get(self.metrics_port, "/metrics")
+        try:
+            text = await get(self.metrics_port, "/metrics")
+        except OSError as error:
+            raise AssertionError(f"{self.name} is gone; it said: {self.process.stderr[-4000:]}") from error
         lines = (line.rpartition(" ") for line in text.splitlines() if line[:1] not in {"", "#"} and "{" not in line)
         return {name.removesuffix("_total"): float(value) for name, _, value in lines}
 
@@ -76,17 +80,10 @@ class Pod:
         os.kill(self.process.pid, number)
 
     @property
-    def descriptors(self) -> list[str]:
-        """What its open files are, but for sockets, whose number follows the connections of others."""
-        folder = Path(f"/proc/{self.process.pid}/fd")
-        names = [str(each.readlink()) for each in folder.iterdir()]
-        return sorted(name.partition(":[")[0] for name in names if not name.startswith("socket:"))
-
-    @property
-    def sockets(self) -> int:
-        return sum(
-            str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{self.process.pid}/fd").iterdir()
-        )
+    def descriptors(self) -> Counter[str]:
+        """How many open files of each sort it has."""
+        files = Path(f"/proc/{self.process.pid}/fd")
+        return Counter(str(each.readlink()).partition(":[")[0] for each in files.iterdir())
 
     @property
     def resident_bytes(self) -> int:

@@ -7,7 +7,7 @@ be placed while it is.
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from kvoy.core.step import StepPlan
 from kvoy.core.types import KvDtype, KvSpec, Role
@@ -24,6 +24,7 @@ from services.router.metrics import ROUTER_TABLE
 from services.router.served import Served
 from services.router.service import RouterService
 from tests.pods.toy_engine import MODEL, ToyEngine
+from tests.router.fakes import ByteDetokenizer, ByteTokenizer
 
 SPEC = KvSpec(layers=4, kv_heads=4, head_dim=2, block_tokens=4, dtype=KvDtype.FP32)
 POOL_BLOCKS = 640
@@ -60,32 +61,25 @@ class PacedEngine(ToyEngine):
         return self._read(table, 0)
 
 
-class Silence:
-    """The detokenizer of a model that has no text."""
+class Silence(ByteDetokenizer):
+    """Tokens of the toy model are no text."""
 
-    def push(self, _token_id: int) -> str:
+    def push(self, token_id: int) -> str:
+        del token_id
         return ""
 
-    def flush(self) -> str:
-        return ""
 
-
-class NoText:
-    """The services.router.served.Tokenizer of such a model."""
+class NoText(ByteTokenizer):
+    """Prompts are token ids, and answers are, too."""
 
     eos_token_ids = ()
-    has_chat_template = False
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        raise NotImplementedError
-
-    def token_bytes(self, _token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
+        del token_id
         return b""
 
-    def detokenizer(self, **_: object) -> Silence:
+    def detokenizer(self, *, continuing: bool = False) -> Silence:
+        del continuing
         return Silence()
 
 
