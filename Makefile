@@ -17,7 +17,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c co
 # (200 MB); without it pip may choose the CUDA build (several GB), which runs as well.
 TORCH_INDEX ?=
 
-.PHONY: help demo test lint format proto golden breaking test-faults test-kernels compile-kernels device-check venv clean distclean
+# Random episodes of each round of test-faults.
+EPISODES ?= 500
+
+.PHONY: help demo test test-faults test-kernels lint format proto golden breaking compile-kernels device-check venv clean distclean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,8 +31,10 @@ demo: venv ## Start a whole cluster, ask it a question, show what it did
 test: venv ## Run every test
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-faults: venv ## Kill, cut, slow down and damage: real pods, three times in a row
-	@for round in 1 2 3; do $(BIN)/python -m pytest tests/faults $(ARGS) || exit 1; done
+test-faults: venv ## Kill, cut, slow down and damage: real pods, the real model, 500 random episodes, three times in a row
+	@for round in 1 2 3; do \
+	  KVOY_FAULTS=long KVOY_FAULT_EPISODES=$(EPISODES) $(BIN)/python -m pytest tests/faults $(ARGS) || exit 1; \
+	done
 
 test-kernels: venv ## Run the tests of the Triton kernels in Triton's interpreter
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels_triton $(ARGS)

@@ -17,7 +17,7 @@ _HEAD = struct.Struct(">BHBBI")
 _DATA = 0
 _FROM_END_BYTES = 16
 """How far before the end of a DATA frame the bit is: behind all that describes the payload."""
-_PIECE_BYTES = 4096
+_PIECE_BYTES = 64 * 1024
 _PIECE_S = 0.01
 
 

@@ -248,14 +248,27 @@ async def ask(site: Site, ids: Sequence[int], timeout_s: float | None = None) ->
     return answer
 
 
-async def receive(decode: Pod, blocks: int, block_bytes: int, since_bytes: float, bytes_s: float) -> None:
-    """Returns when the decode pod has received so many blocks, or a frame more; from near there on the link is slow
-    enough to act before the next frame is there."""
+@dataclass(frozen=True)
+class Pace:
+    """How fast a link is while a test waits for blocks, and how close to the moment it gets slow enough to act before
+    the next frame is there: closer than ``near_blocks``, which are more than a frame."""
+
+    block_bytes: int
+    bytes_s: float
+    near_blocks: int
+
+    @property
+    def near_bytes_s(self) -> float:
+        return self.bytes_s / 15
+
+
+async def receive(decode: Pod, blocks: int, since_bytes: float, pace: Pace) -> None:
+    """Returns when the decode pod has received so many blocks, or a frame more."""
 
     async def is_received() -> bool:
-        left = blocks * block_bytes - (await decode.number("kvoy_decode_bytes_received") - since_bytes)
-        decode.link.rate_bytes_s = bytes_s if left > bytes_s / 10 else bytes_s / 15
+        left = blocks - (await decode.number("kvoy_decode_bytes_received") - since_bytes) / pace.block_bytes
+        decode.link.rate_bytes_s = pace.bytes_s if left > pace.near_blocks else pace.near_bytes_s
         return left <= 0
 
-    decode.link.rate_bytes_s = bytes_s
+    decode.link.rate_bytes_s = pace.bytes_s
     await until(is_received)

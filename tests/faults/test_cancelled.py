@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 
 import pytest
 
-from tests.faults.site import Pod, Site, ask, prompt, receive
+from tests.faults.site import Pace, Pod, Site, ask, prompt, receive
 from tests.faults.toy_pod import SLOW_ANSWER, SLOW_PROMPT, SPEC
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TOKENS = 387
 BLOCKS = SPEC.blocks_for(TOKENS)
-LINK_BYTES_S = 300_000.0
+PACE = Pace(SPEC.block_bytes, bytes_s=300_000.0, near_blocks=16)
 Running = asyncio.Task[object]
 
 
@@ -100,10 +100,10 @@ async def at_decode(site: Site, blocks: int) -> tuple[Running, Pod]:
     """A request of which so many blocks have come, and the pod that has them."""
     before = await site.each(site.decodes, "kvoy_decode_bytes_received")
     for pod in site.decodes:
-        pod.link.rate_bytes_s = LINK_BYTES_S
+        pod.link.rate_bytes_s = PACE.bytes_s
     running = asked(site)
     decode = await site.busy(site.decodes, "kvoy_leases")
-    await receive(decode, blocks, SPEC.block_bytes, before[decode], LINK_BYTES_S)
+    await receive(decode, blocks, before[decode], PACE)
     return running, decode
 
 
