@@ -102,11 +102,13 @@ async def get(port: int, path: str) -> str:
         await writer.wait_closed()
 
 
-async def until(holds: Callable[[], Awaitable[object]], timeout_s: float = PATIENCE_S) -> None:
-    """Asks a process until it has done something of which nobody tells us."""
+async def until(
+    holds: Callable[[], Awaitable[object]], timeout_s: float = PATIENCE_S, what: Callable[[], object] = lambda: ""
+) -> None:
+    """Asks a process until it has done something of which nobody tells us; ``what`` says why it has not."""
     end = time.monotonic() + timeout_s
     while not await holds():
-        assert time.monotonic() < end, f"waited {timeout_s} s in vain"
+        assert time.monotonic() < end, f"waited {timeout_s} s in vain {what()}"
         await asyncio.sleep(0.005)
 
 

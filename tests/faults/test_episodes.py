@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
@@ -203,10 +204,10 @@ async def test_when_all_is_over_the_pods_are_as_they_were(site: Site) -> None:
     await visit_all(site)
     await site.free()
     assert await site.each(stayers, "kvoy_pool_blocks") == blocks
-    await until(lambda: have(opened))
+    await until(lambda: have(opened), what=lambda: {pod.name: pod.descriptors - opened[pod] for pod in stayers})
     for pod in stayers:
         assert pod.resident_bytes <= resident[pod] + GROWTH_BYTES
 
 
-async def have(opened: dict[Pod, object]) -> bool:
+async def have(opened: dict[Pod, Counter[str]]) -> bool:
     return all(pod.descriptors == before for pod, before in opened.items())
