@@ -45,7 +45,7 @@ def kv_pack(pool: PagedPool, blocks: Tensor, part: KvPart, valid_tokens: int, wi
         from kernels.kv_pack import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
         kernel.kv_pack(pool, blocks, part, valid_tokens, wire)
-    elif _is_compiled_for(pool, wire):
+    elif wire.format != pool.format and _is_compiled_for(pool, wire):
         from kernels.kv_pack import compiled  # noqa: PLC0415 (numba: only where it is installed)
 
         compiled.kv_pack(pool, blocks, part, valid_tokens, wire)
@@ -60,7 +60,7 @@ def kv_unpack(wire: KvWire, blocks: Tensor, part: KvPart, pool: PagedPool) -> No
         from kernels.kv_pack import kernel  # noqa: PLC0415 (triton: only where there is a GPU)
 
         kernel.kv_unpack(wire, blocks, part, pool)
-    elif _is_compiled_for(pool, wire):
+    elif wire.format != pool.format and _is_compiled_for(pool, wire):
         from kernels.kv_pack import compiled  # noqa: PLC0415 (numba: only where it is installed)
 
         compiled.kv_unpack(wire, blocks, part, pool)
@@ -78,12 +78,17 @@ def kv_unpack_tokens(wire: KvWire, span: TokenSpan, blocks: Tensor, part: KvPart
     for first, size in ((span.first_token, held_tokens), (span.first_place, room_tokens)):
         if first < 0 or span.tokens < 0 or first + span.tokens > size:
             raise InvariantError(f"{span} is not in {held_tokens} tokens of the wire and {room_tokens} of the pool")
-    tokens.unpack(wire, span, blocks, part, pool)
+    if not wire.tiles.is_cuda and _is_compiled_for(pool, wire):
+        from kernels.kv_pack import compiled  # noqa: PLC0415 (numba: only where it is installed)
+
+        compiled.kv_unpack_tokens(wire, span, blocks, part, pool)
+    else:
+        tokens.kv_unpack_tokens(wire, span, blocks, part, pool)
 
 
 def _is_compiled_for(pool: PagedPool, wire: KvWire) -> bool:
-    """Of a CPU. Equal formats need no computing."""
-    if wire.format == pool.format or not cpu.compiles():
+    """Of a CPU."""
+    if not cpu.compiles():
         return False
     from kernels.kv_pack import compiled  # noqa: PLC0415 (numba: only where it is installed)
 

@@ -1,7 +1,7 @@
-"""kv_pack and kv_unpack between two formats for a CPU, compiled: a tile is read and written once, to the bit as by
-reference.py, but for what is inside a NaN.
+"""kv_pack and kv_unpack between two formats for a CPU, and kv_unpack_tokens, compiled: what is read and written once
+takes as long as memory does. To the bit as by reference.py and tokens.py, but for what is inside a NaN.
 
-Equal formats are not for this: copies of whole blocks are as fast as memory without it.
+Whole blocks of equal formats are not for this: their copies are as fast without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.paged import KvFormat, KvWire, PagedPool
 from kernels.vectors import LANES
 
 if TYPE_CHECKING:
-    from kernels.kv_pack import KvPart
+    from kernels.kv_pack import KvPart, TokenSpan
 
 _CHANNEL = 3
 """Int8 by channel, beside the dtypes of kernels/jit.py, of which INT8 is by token."""
@@ -61,6 +61,18 @@ def kv_pack(pool: PagedPool, blocks: Tensor, part: KvPart, valid_tokens: int, wi
 def kv_unpack(wire: KvWire, blocks: Tensor, part: KvPart, pool: PagedPool) -> None:
     listed = blocks.contiguous()
     _call(_wire_side(wire), _pool_side(pool, listed, part), wire, pool, _ALL_TOKENS).run()
+
+
+def kv_unpack_tokens(wire: KvWire, span: TokenSpan, blocks: Tensor, part: KvPart, pool: PagedPool) -> None:
+    listed = blocks.contiguous()
+    source, into, head_dim = _wire_side(wire), _pool_side(pool, listed, part), pool.shape.head_dim
+    given = words(
+        0, span.tokens * part.layers, part.layers, part.heads,
+        span.block_tokens, span.first_token, source.address, *source.steps,
+        pool.shape.block_tokens, span.first_place, into.address, into.blocks, *into.steps,
+    )  # fmt: skip
+    numbers = span.tokens * part.layers * part.heads * 2 * head_dim
+    Call(_token_op(source.kind, into.kind, head_dim), given, alone=numbers <= _FEW).run()
 
 
 def _pool_side(pool: PagedPool, blocks: Tensor, part: KvPart) -> _Side:
@@ -112,34 +124,71 @@ def _block(numbers, index):
     return jit.int64s(numbers, index + 1)[index] if numbers else index
 
 
+@functools.cache
+def _token_op(source: int, into: int, head_dim: int) -> Op:
+    """The same of single tokens, of blocks of one size to those of another."""
+
+    def convert(given):
+        layers, block_tokens, target_block_tokens = given[2], given[4], given[10]
+        item = jit.next_item(given)
+        while item < given[1]:
+            token, layer = given[5] + item // layers, item % layers
+            place = given[11] + item // layers
+            tile = given[6] + token // block_tokens * given[7] + layer * given[8]
+            target = given[12] + _block(given[13], place // target_block_tokens) * given[14] + layer * given[15]
+            for _ in range(given[3]):
+                _convert_token(
+                    tile, source, token % block_tokens, block_tokens,
+                    target, into, place % target_block_tokens, target_block_tokens, head_dim,
+                )  # fmt: skip
+                tile += given[9]
+                target += given[16]
+            item = jit.next_item(given)
+
+    return jit.op(convert)
+
+
 @jit.inner
 def _convert_tile(tile, source, target, into, head_dim, block_tokens, filled):
     """Tokens past ``filled`` become zeros, scales of theirs too, and count in no scale."""
     line, target_line = head_dim * _item_bytes(source), head_dim * _item_bytes(into)
-    scales, target_scales = tile + block_tokens * 2 * line, target + block_tokens * 2 * target_line
+    target_scales = target + block_tokens * 2 * target_line
     if into == _CHANNEL:
-        _quantise_keys(tile, tile + _AHEAD * block_tokens * 2 * line, source, target, target_scales, head_dim, filled)
+        ahead = tile + _AHEAD * block_tokens * 2 * line
+        _quantise_keys(tile, ahead, source, target, target_scales, head_dim, filled)
     for token in range(filled):
-        k, target_k = tile + token * 2 * line, target + token * 2 * target_line
-        if into == _CHANNEL:
-            codes.quantise(k + line, source, target_k + target_line, target_scales + (head_dim + token) * 2, head_dim)
-        elif into == INT8:
-            codes.quantise(k, source, target_k, target_scales + token * 4, head_dim)
-            codes.quantise(k + line, source, target_k + target_line, target_scales + token * 4 + 2, head_dim)
-        elif source == _CHANNEL:
-            _restore_key(k, scales, target_k, into, head_dim)
-            codes.restore(k + line, scales + (head_dim + token) * 2, target_k + target_line, into, head_dim)
-        elif source == INT8:
-            codes.restore(k, scales + token * 4, target_k, into, head_dim)
-            codes.restore(k + line, scales + token * 4 + 2, target_k + target_line, into, head_dim)
-        else:
-            vectors.convert(k, source, target_k, into, 2 * head_dim)
+        _convert_token(tile, source, token, block_tokens, target, into, token, block_tokens, head_dim)
     jit.fill(target + filled * 2 * target_line, (block_tokens - filled) * 2 * target_line // 4, 0)
     if into == _CHANNEL:
         for token in range(filled, block_tokens):
             codes.put_half(0, target_scales + (head_dim + token) * 2)
     elif into == INT8:
         jit.fill(target_scales + filled * 4, block_tokens - filled, 0)
+
+
+@jit.inner
+def _convert_token(tile, source, token, block_tokens, target, into, place, target_block_tokens, head_dim):
+    """All that a tile has of a token to its place in another; by channel, where it is a matter of all tokens, but k."""
+    line, target_line = head_dim * _item_bytes(source), head_dim * _item_bytes(into)
+    scales, target_scales = tile + block_tokens * 2 * line, target + target_block_tokens * 2 * target_line
+    k, target_k = tile + token * 2 * line, target + place * 2 * target_line
+    if source == into:
+        jit.copy(k, target_k, 2 * line // 4)
+        if source == INT8:
+            jit.copy(scales + token * 4, target_scales + place * 4, 1)
+    elif into == _CHANNEL:
+        codes.quantise(k + line, source, target_k + target_line, target_scales + (head_dim + place) * 2, head_dim)
+    elif into == INT8:
+        codes.quantise(k, source, target_k, target_scales + place * 4, head_dim)
+        codes.quantise(k + line, source, target_k + target_line, target_scales + place * 4 + 2, head_dim)
+    elif source == _CHANNEL:
+        _restore_key(k, scales, target_k, into, head_dim)
+        codes.restore(k + line, scales + (head_dim + token) * 2, target_k + target_line, into, head_dim)
+    elif source == INT8:
+        codes.restore(k, scales + token * 4, target_k, into, head_dim)
+        codes.restore(k + line, scales + token * 4 + 2, target_k + target_line, into, head_dim)
+    else:
+        vectors.convert(k, source, target_k, into, 2 * head_dim)
 
 
 @jit.inner

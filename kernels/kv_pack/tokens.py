@@ -1,4 +1,4 @@
-"""Tokens of wire tiles into pool blocks of another size, or some of the tokens only; plain torch, on any device.
+"""Plain torch twin of kv_unpack_tokens: the specification, and what a GPU runs.
 
 Rare (pods with different block sizes, blocks that are held in part), so one way does for all formats: tiles become
 rows, one a token, and each row goes where it belongs.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kernels.kv_pack import KvPart, TokenSpan
 
 
-def unpack(wire: KvWire, span: TokenSpan, blocks: Tensor, part: KvPart, pool: PagedPool) -> None:
+def kv_unpack_tokens(wire: KvWire, span: TokenSpan, blocks: Tensor, part: KvPart, pool: PagedPool) -> None:
     places = torch.arange(span.first_place, span.first_place + span.tokens, device=blocks.device)
     index = places.div(pool.shape.block_tokens, rounding_mode="floor")
     layers = slice(part.first_layer, part.first_layer + part.layers)

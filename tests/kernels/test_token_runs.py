@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.kv_pack import KvPart, TokenSpan, kv_pack, kv_unpack, kv_unpack_tokens
@@ -57,7 +57,8 @@ def told(wire: KvWire, pool_format: KvFormat, token: int, block_tokens: int) -> 
     return [alone[..., : 2 * DIM].view(torch.int8), alone[..., 2 * DIM :].contiguous().view(torch.float16)]
 
 
-@settings(max_examples=120)
+@pytest.mark.usefixtures("each_way")
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), formats=st.sampled_from(PAIRS), sizes=st.sampled_from([(4, 8), (8, 4), (4, 4), (16, 2), (1, 8)]))
 def test_tokens_of_the_span_go_to_their_places_and_nothing_else_changes(data, formats, sizes):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
@@ -78,6 +79,7 @@ def test_tokens_of_the_span_go_to_their_places_and_nothing_else_changes(data, fo
     assert torch.equal(tile_bytes(pool), tile_bytes(expected))
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(("pool_format", "wire_format"), PAIRS, ids=str)
 def test_whole_blocks_of_one_size_are_as_unpacked(pool_format, wire_format):
     pool, twin = (pool_of(pool_format, shape_of(4), "BLHNC") for _ in range(2))
@@ -87,6 +89,7 @@ def test_whole_blocks_of_one_size_are_as_unpacked(pool_format, wire_format):
     assert torch.equal(tile_bytes(pool), tile_bytes(twin))
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("fmt", [*FLOATS, INT8], ids=str)
 def test_blocks_of_another_size_and_back_keep_every_bit(fmt):
     small, large = filled(fmt, 4), pool_of(fmt, shape_of(8), "BLHNC")
