@@ -11,8 +11,10 @@ from enum import StrEnum
 from kvoy.core.types import KvDtype, KvSpec, TransportOffer
 
 GRPC = "grpc"
+TCP = "tcp"
 SHM = "shm"
-"""Transports. ``grpc``: payloads are in the frames. ``shm``: the receiver copies them from the sender's slab."""
+"""Transports. ``grpc``: payloads are in the frames. ``tcp``: the receiver asks for them over a connection of their own.
+``shm``: it copies them from the sender's slab."""
 
 IMPORTABLE = tuple(KvDtype)
 """What an engine turns into its pool's own format, unless that would quantise what is quantised already."""

@@ -124,7 +124,8 @@ class _Face:
         reason = "the sender is gone"
         try:
             await self._handler.opened(stream)
-            await race(self._read(stream, exchange), self._write(stream, exchange), stream.outbox.failure())
+            ends = [self._read(stream, exchange), self._write(stream, exchange), stream.outbox.failure()]
+            await race(*ends, *([stream.source.lost()] if stream.source else []))
         except KvoyError as error:
             reason = str(error)
             raise

@@ -39,6 +39,11 @@ class Source(Protocol):
         """Fill ``into`` from there on; the checksum of what has come, or PeerError."""
         ...
 
+    async def lost(self) -> None:
+        """Raises PeerError once the memory is out of reach, which may be never. The handoffs that use it then break,
+        and are resumed."""
+        ...
+
 
 class Sources(Protocol):
     """Senders' memory, by what their openings call it."""

@@ -67,6 +67,10 @@ class SharedMemory:
         """See payloads.Source."""
         return copy_and_hash(self._view[offset : offset + into.nbytes], into)
 
+    async def lost(self) -> None:
+        """See payloads.Source. What is mapped stays."""
+        await asyncio.Event().wait()
+
 
 class ShmSources:
     """The decode pod's end: Sources by token, and the socket where they are introduced. Serves from ``serve`` on,

@@ -3,9 +3,7 @@
 from kvoy.core.actions import DecodeAction
 from kvoy.core.counters import DecodeCounters
 from kvoy.core.decode import DecodeBrain, DecodeParams
-from kvoy.core.errors import ConfigError
 from kvoy.core.events import DecodeEvent, Tick
-from kvoy.core.wire import SHM
 from kvoy.runtime.engine_effects import Engine, EngineEffects
 from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
@@ -13,10 +11,10 @@ from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
 from kvoy.transport.decode import decode_service
 from kvoy.transport.kv_stream import ingest_service
-from kvoy.transport.shm import ShmSources
 from services.decode.config import DecodeConfig
 from services.decode.effects import DecodeEffects
 from services.decode.ingest import Ingest
+from services.decode.payload_way import payload_way
 from services.decode.sessions import Sessions
 
 TABLE = counter_table("decode", DecodeCounters)
@@ -41,31 +39,12 @@ def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineSer
         effects.perform(action)
 
     loop: BrainLoop[DecodeEvent, DecodeAction] = BrainLoop(brain, perform, Tick(), check=config.check)
-    shm = _shared_memory(pod, config)
-    sessions = Sessions(loop, ready.model, lambda: pod.describe().address, [shm.offer] if shm else [])
+    payloads = payload_way(pod, config)
+    sessions = Sessions(loop, ready.model, lambda: pod.describe().address, payloads.offers)
     ingest = Ingest(loop, room=engine.slab.slots)
     store = StoreLink.through(pod)
     shared = EngineEffects(engine, store, pod, loop.post)
     effects = DecodeEffects(shared, sessions, ingest, pod.tasks, loop.post)
     watch_engine_pod(pod, "decode", brain, ready.kv_spec, store)
-    faces = [decode_service(sessions), ingest_service(ingest, shm)]
+    faces = [decode_service(sessions), ingest_service(ingest, payloads.sources)]
     return EngineService(engine, brain, loop, shared, faces, sessions.fail)
-
-
-def _shared_memory(pod: PodRuntime, config: DecodeConfig) -> ShmSources | None:
-    """Where prefill pods of this host may introduce their slabs; served until the pod ends."""
-    if config.transport != SHM:
-        return None
-    try:
-        sources = ShmSources()
-    except OSError as error:
-        raise ConfigError(f"no place for the socket of transport shm: {error}; set transport to grpc") from error
-    pod.tasks.create_task(_serve(sources), name="shared memory")
-    return sources
-
-
-async def _serve(sources: ShmSources) -> None:
-    try:
-        await sources.serve()
-    finally:
-        sources.close()

@@ -31,16 +31,16 @@ class _Asked:
 
 class Sessions:
     """DecodeHandler of kvoy.transport.decode. ``own_address`` is where KV goes when the brain was told nothing else,
-    for the brain is made before the server has its port."""
+    and ``offers`` how payloads may come: both are asked late, for the brain is made before the server has its port."""
 
     def __init__(
         self,
         inbox: Inbox[DecodeEvent],
         model: ModelInfo,
         own_address: Callable[[], str],
-        offers: Sequence[TransportOffer] = (),
+        offers: Callable[[], Sequence[TransportOffer]] = tuple,
     ) -> None:
-        self._offers = tuple(offers)
+        self._offers = offers
         self._inbox = inbox
         self._model = model
         self._own_address = own_address
@@ -79,7 +79,7 @@ class Sessions:
         match action:
             case SayReserved(source, reservation):
                 address = reservation.ingest_address or self._own_address()
-                self._send(source, replace(reservation, ingest_address=address, transports=self._offers))
+                self._send(source, replace(reservation, ingest_address=address, transports=tuple(self._offers())))
             case SayRejected(source, request_id, reason, message):
                 self._forget(request_id)
                 self._send(source, Rejection(request_id, reason, message))

@@ -1,19 +1,22 @@
 """Puts a prefill pod together: engine, brain, effects and gRPC face."""
 
+from collections.abc import Callable
+
 from kvoy.core.actions import PrefillAction
 from kvoy.core.counters import PrefillCounters
 from kvoy.core.events import PrefillEvent, Tick
 from kvoy.core.prefill import PrefillBrain, PrefillParams
-from kvoy.core.wire import SHM, WirePolicy
+from kvoy.core.wire import SHM, TCP, WirePolicy
 from kvoy.runtime.engine_effects import Engine, EngineEffects
 from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
 from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
 from kvoy.transport.kv_stream import GrpcHandoffConnector
-from kvoy.transport.links import Links
+from kvoy.transport.links import Link, Links
 from kvoy.transport.prefill import prefill_service
 from kvoy.transport.shm import ShmLink
+from kvoy.transport.tcp import TcpLink
 from services.prefill.config import PrefillConfig
 from services.prefill.effects import PrefillEffects
 from services.prefill.servicer import PrefillServicer
@@ -51,4 +54,6 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
 def _links(config: PrefillConfig, engine: Engine) -> Links:
     """What payloads may go by besides gRPC."""
     fd = engine.slab.fd
-    return Links([ShmLink(fd)] if config.transport == SHM and fd is not None else [])
+    kinds: dict[str, Callable[[int], Link]] = {SHM: ShmLink, TCP: TcpLink}
+    kind = kinds.get(config.transport)
+    return Links([kind(fd)] if kind is not None and fd is not None else [])

@@ -224,6 +224,19 @@ async def test_pods_of_one_host_hand_over_by_shared_memory(pods: Pods, router: R
     assert not socket_folder.exists()
 
 
+async def test_pods_hand_over_by_a_connection_beside_grpc(pods: Pods, router: Router) -> None:
+    ends = [pods.stage.service(role, **ENGINE, transport="tcp") for role in ("prefill", "decode")]
+    addresses = {role: end.ready()["grpc"] for role, end in zip(("prefill", "decode"), ends, strict=True)}
+    pair = replace(pods, addresses={**pods.addresses, **addresses})
+    for name in ("chat_turns3", "block_edge_31"):
+        outcome = await ask(pair, router, CASES[name], f"{name}-beside")
+        assert outcome.token_ids == CASES[name]["output_ids"]
+        assert outcome.reservation is not None
+        assert [offer.name for offer in outcome.reservation.transports] == ["tcp"]
+    assert "do without tcp" not in ends[0].stderr
+    assert all(end.terminate() == 0 for end in ends)
+
+
 async def test_killed_it_leaves_no_worker(pods: Pods) -> None:
     victim = pods.stage.service("decode", **ENGINE)
     victim.ready()

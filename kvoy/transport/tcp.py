@@ -1,0 +1,374 @@
+"""Transport ``tcp``: the decode pod reads frames out of a prefill pod's staging slab over a plain TCP connection.
+
+gRPC's Python end copies a message three times before it hands it on; here bytes go from the slab into the socket, and
+from the socket into the slot. A decode pod listens; a prefill pod connects and says a token, which its openings then
+name, and from then on answers reads of its slab, in the order asked. Nothing here trusts the other end: every range
+is checked, silence ends the connection, and what has come is hashed like any other payload.
+"""
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import xxhash
+
+from kvoy.core.errors import PeerError
+from kvoy.core.frames import Opening
+from kvoy.core.types import TransportOffer
+from kvoy.core.wire import TCP
+from kvoy.transport.payloads import PIECE_BYTES, Source
+
+TOKEN_BYTES = 16
+MAX_SLABS = 256
+"""Of all prefill pods together; more are turned away, and send in frames."""
+SILENCE_S = 10.0
+"""For how long a sender that was asked for bytes may send none."""
+_GREETING_S = 5.0
+_LOOK_S = 1.0
+"""How often a thread that waits looks whether it waits for too long."""
+_GREETING = struct.Struct("<8s16sQ")
+"""What a sender says first: the magic, its token, the length of its slab."""
+_MAGIC = b"kvoy-kv1"
+_TAKEN = b"+"
+_ASK = struct.Struct("<QQ")
+"""A read: offset in the slab, and length."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """Bytes that were asked for."""
+
+    into: memoryview
+    done: asyncio.Future[int]
+    since: float = field(default_factory=time.monotonic)
+
+
+class RemoteSlab:
+    """A slab at the other end of a connection (payloads.Source). A thread of its own takes what comes, so that neither
+    copy nor hash waits for the event loop; it ends with the connection."""
+
+    def __init__(self, connection: socket.socket, nbytes: int, silence_s: float) -> None:
+        """Takes the connection over. To be made where an event loop runs."""
+        self._connection = connection
+        self._nbytes = nbytes
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._reads: deque[_Read] = deque()
+        self._ended: asyncio.Future[str] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._receive, name="kv from tcp", daemon=True)
+        connection.setblocking(False)
+        self._thread.start()
+
+    def holds(self, offset: int, nbytes: int) -> bool:
+        """See payloads.Source."""
+        return 0 <= offset <= offset + nbytes <= self._nbytes
+
+    async def fetch(self, offset: int, into: memoryview) -> int:
+        """See payloads.Source."""
+        if self._ended.done():
+            raise PeerError(self._ended.result(), "source_lost")
+        if not into.nbytes:
+            return xxhash.xxh3_64_intdigest(b"")
+        read = _Read(into, self._loop.create_future())
+        self._reads.append(read)
+        try:
+            # Reads under way are as few as slots, so these few bytes always find room: else the sender reads nothing.
+            self._connection.sendall(_ASK.pack(offset, into.nbytes))
+        except OSError:
+            self.cut()
+        return await read.done
+
+    async def lost(self) -> None:
+        """See payloads.Source."""
+        raise PeerError(await asyncio.shield(self._ended), "source_lost")
+
+    def cut(self) -> None:
+        """End it now, if it has not ended."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    async def ended(self) -> None:
+        """Waits until nothing more is written into any slot, and the connection is closed."""
+        await asyncio.shield(self._ended)
+
+    def _receive(self) -> None:
+        """The thread."""
+        reason = "the sender has closed its connection"
+        try:
+            while self._has_come():
+                read = self._reads[0]
+                checksum = self._fill(read.into)
+                self._reads.popleft()
+                self._call(_settle, read.done, checksum)
+        except (PeerError, OSError) as error:
+            reason = f"the sender's connection has ended: {error}"
+        finally:
+            self._connection.close()
+            self._call(self._end, reason)
+
+    def _has_come(self) -> bool:
+        """Waits for the first byte of what was asked for; False: the sender has left."""
+        self._wait()
+        if not self._connection.recv(1, socket.MSG_PEEK):
+            return False
+        if not self._reads:
+            raise PeerError("it says what it was not asked for", "bad_source")
+        return True
+
+    def _fill(self, into: memoryview) -> int:
+        digest = xxhash.xxh3_64()
+        for start in range(0, into.nbytes, PIECE_BYTES):
+            piece = into[start : start + PIECE_BYTES]
+            at = 0
+            while at < piece.nbytes:
+                at += self._some(piece[at:])
+            digest.update(piece)
+        return digest.intdigest()
+
+    def _some(self, into: memoryview) -> int:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                if got := self._connection.recv_into(into):
+                    return got
+                raise PeerError("it was closed amid a payload", "source_lost")
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until there is something to read; PeerError once the sender has owed bytes, and sent none, for too long."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        waits_since = time.monotonic()
+        while not poller.poll(_LOOK_S * 1000):
+            with contextlib.suppress(IndexError):
+                if time.monotonic() - max(waits_since, self._reads[0].since) > self._silence_s:
+                    raise PeerError(f"nothing came for {self._silence_s:g} s", "source_lost")
+
+    def _end(self, reason: str) -> None:
+        self._ended.set_result(reason)
+        while self._reads:
+            _settle(self._reads.popleft().done, PeerError(reason, "source_lost"))
+
+    def _call(self, *call: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            self._loop.call_soon_threadsafe(*call)  # type: ignore[arg-type]
+
+
+def _settle(done: asyncio.Future[int], outcome: int | PeerError) -> None:
+    if done.done():
+        return
+    if isinstance(outcome, int):
+        done.set_result(outcome)
+    else:
+        done.set_exception(outcome)
+
+
+class TcpSources:
+    """The decode pod's end: Sources by token, and the listener where they are introduced. Serves from ``serve`` on,
+    until that is cancelled; then every connection is gone."""
+
+    def __init__(self, listen: str, silence_s: float = SILENCE_S) -> None:
+        """Listens on host:port; OSError where that cannot be had."""
+        self._silence_s = silence_s
+        self._slabs: dict[bytes, RemoteSlab] = {}
+        host, _, port = listen.rpartition(":")
+        # Nobody else may take the port meanwhile, but a pod that restarts has it back at once.
+        self._listener = socket.create_server((host.strip("[]"), int(port)), family=_family(host), backlog=MAX_SLABS)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+
+    def find(self, opening: Opening) -> Source | None:
+        """See payloads.Sources."""
+        return self._slabs.get(opening.source) if opening.transport == TCP else None
+
+    async def serve(self) -> None:
+        """Takes connections until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as guests:
+            while True:
+                connection, _ = await loop.sock_accept(self._listener)
+                guests.create_task(self._host(connection))
+
+    def close(self) -> None:
+        """At any time, more than once."""
+        self._listener.close()
+
+    async def _host(self, connection: socket.socket) -> None:
+        """One prefill pod, as long as it is there."""
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                token, nbytes = await _introduced(connection)
+                if len(self._slabs) >= MAX_SLABS or token in self._slabs:
+                    raise PeerError("there is no place for another one", "busy")
+                await asyncio.get_running_loop().sock_sendall(connection, _TAKEN)
+        except (PeerError, OSError, TimeoutError) as error:
+            connection.close()
+            _log.warning("a sender's connection was not taken: %s", error or "it said nothing")
+            return
+        except BaseException:
+            connection.close()
+            raise
+        slab = self._slabs[token] = RemoteSlab(connection, nbytes, self._silence_s)
+        try:
+            await slab.ended()
+        finally:
+            del self._slabs[token]
+            slab.cut()
+            await slab.ended()
+
+
+async def _introduced(connection: socket.socket) -> tuple[bytes, int]:
+    """Token and length of the slab, as the first bytes of a sender have them."""
+    connection.setblocking(False)
+    _prepare(connection)
+    said = b""
+    while len(said) < _GREETING.size:
+        more = await asyncio.get_running_loop().sock_recv(connection, _GREETING.size - len(said))
+        if not more:
+            raise PeerError("it was closed before its introduction", "bad_source")
+        said += more
+    magic, token, nbytes = _GREETING.unpack(said)
+    if magic != _MAGIC:
+        raise PeerError("its first bytes are no introduction", "bad_source")
+    return token, nbytes
+
+
+class _Lender:
+    """Answers one decode pod's reads of the slab, in a thread of its own, until the connection ends."""
+
+    def __init__(self, connection: socket.socket, slab: memoryview, token: bytes) -> None:
+        """Takes the connection over."""
+        self.token = token
+        self._connection = connection
+        self._slab = slab
+        self._thread = threading.Thread(target=self._lend, name="kv over tcp", daemon=True)
+        connection.setblocking(True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Also False when the thread has yet to notice the end."""
+        try:
+            return bool(self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def cut(self) -> None:
+        """End it now; the thread is gone soon after."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def join(self) -> None:
+        """Waits for the thread, after ``cut``."""
+        self._thread.join()
+
+    def _lend(self) -> None:
+        """The thread."""
+        with self._connection, contextlib.suppress(OSError):
+            for offset, nbytes in self._asked():
+                if offset + nbytes > self._slab.nbytes:
+                    _log.warning("a decode pod asked for what is not in the slab; its connection was closed")
+                    return
+                self._connection.sendall(self._slab[offset : offset + nbytes])
+
+    def _asked(self) -> Iterator[tuple[int, int]]:
+        while len(ask := self._connection.recv(_ASK.size, socket.MSG_WAITALL)) == _ASK.size:
+            yield _ASK.unpack(ask)
+
+
+class TcpLink:
+    """The prefill pod's end (links.Link): connects once to each decode pod, and lends it the slab."""
+
+    name = TCP
+
+    def __init__(self, slab_fd: int) -> None:
+        """Maps what ``slab_fd`` is of, and keeps the mapping until ``close``."""
+        self._slab = memoryview(mmap.mmap(slab_fd, os.fstat(slab_fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ))
+        self._lenders: dict[str, _Lender] = {}
+        self._one_by_one = asyncio.Lock()
+
+    async def introduce(self, offer: TransportOffer) -> bytes:
+        """See links.Link."""
+        async with self._one_by_one:
+            for address in [address for address, lender in self._lenders.items() if not lender.is_open]:
+                del self._lenders[address]
+            if offer.address not in self._lenders:
+                self._lenders[offer.address] = await self._connect(offer.address)
+            return self._lenders[offer.address].token
+
+    async def close(self) -> None:
+        """See links.Link."""
+        lenders = list(self._lenders.values())
+        self._lenders.clear()
+        for lender in lenders:
+            lender.cut()
+        for lender in lenders:
+            await asyncio.to_thread(lender.join)
+
+    async def _connect(self, address: str) -> _Lender:
+        loop = asyncio.get_running_loop()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                connection = await _connected(address)
+                try:
+                    await loop.sock_sendall(connection, _GREETING.pack(_MAGIC, token, self._slab.nbytes))
+                    if await loop.sock_recv(connection, 1) != _TAKEN:
+                        raise PeerError("the decode pod does not take this connection", "bad_source")
+                except BaseException:
+                    connection.close()
+                    raise
+        except (OSError, ValueError, TimeoutError) as error:
+            raise PeerError(f"the decode pod cannot be reached at {address}: {error}", "unreachable") from error
+        return _Lender(connection, self._slab, token)
+
+
+async def _connected(address: str) -> socket.socket:
+    """A connection to host:port, by the first of its addresses that answers."""
+    loop = asyncio.get_running_loop()
+    host, _, port = address.rpartition(":")
+    failure: OSError = OSError("it has no address")
+    for family, kind, protocol, _, where in await loop.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM
+    ):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.setblocking(False)
+            _prepare(connection)
+            await loop.sock_connect(connection, where)
+        except OSError as error:
+            connection.close()
+            failure = error
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise failure
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Reads are asked for at once, and a peer that is cut off without a word is noticed within 20 s."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
