@@ -24,7 +24,8 @@ class Payload(Protocol):
     def nbytes(self) -> int: ...
 
     async def fetch(self, into: memoryview) -> bool:
-        """Fill ``into``, ``nbytes`` long. False: what is there is not what was sent. PeerError: it is not to be had."""
+        """Fill ``into``, ``nbytes`` long. False: what is there is not what was sent. PeerError: it is not to be had.
+        Once this has returned, raised or been cancelled, ``into`` is written no more."""
         ...
 
 
@@ -36,7 +37,7 @@ class Source(Protocol):
         ...
 
     async def fetch(self, offset: int, into: memoryview) -> int:
-        """Fill ``into`` from there on; the checksum of what has come, or PeerError."""
+        """Fill ``into`` from there on; the checksum of what has come, or PeerError. Cancelled, it writes no more."""
         ...
 
     async def lost(self) -> None:

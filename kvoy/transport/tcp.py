@@ -8,6 +8,7 @@ is checked, silence ends the connection, and what has come is hashed like any ot
 
 import asyncio
 import contextlib
+import functools
 import logging
 import mmap
 import os
@@ -54,6 +55,18 @@ class _Read:
     into: memoryview
     done: asyncio.Future[int]
     since: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while bytes are written: whoever gives up the read knows that none are written afterwards."""
+
+    def receive(self, connection: socket.socket, start: int, end: int) -> int:
+        """What has come into that part; BlockingIOError if nothing has."""
+        with self._lock:
+            return connection.recv_into(self.into[start:end])
+
+    def give_up(self) -> None:
+        """What is still to come goes nowhere, but it must be taken off the connection."""
+        with self._lock:
+            self.into = memoryview(bytearray(self.into.nbytes))
 
 
 class RemoteSlab:
@@ -89,7 +102,11 @@ class RemoteSlab:
             self._connection.sendall(_ASK.pack(offset, into.nbytes))
         except OSError:
             self.cut()
-        return await read.done
+        try:
+            return await read.done
+        except asyncio.CancelledError:
+            read.give_up()
+            raise
 
     async def lost(self) -> None:
         """See payloads.Source."""
@@ -110,7 +127,7 @@ class RemoteSlab:
         try:
             while self._has_come():
                 read = self._reads[0]
-                checksum = self._fill(read.into)
+                checksum = self._fill(read)
                 self._reads.popleft()
                 self._call(_settle, read.done, checksum)
         except (PeerError, OSError) as error:
@@ -128,20 +145,20 @@ class RemoteSlab:
             raise PeerError("it says what it was not asked for", "bad_source")
         return True
 
-    def _fill(self, into: memoryview) -> int:
+    def _fill(self, read: _Read) -> int:
         digest = xxhash.xxh3_64()
-        for start in range(0, into.nbytes, PIECE_BYTES):
-            piece = into[start : start + PIECE_BYTES]
-            at = 0
-            while at < piece.nbytes:
-                at += self._some(piece[at:])
-            digest.update(piece)
+        for start in range(0, read.into.nbytes, PIECE_BYTES):
+            end = min(start + PIECE_BYTES, read.into.nbytes)
+            at = start
+            while at < end:
+                at += self._some(read, at, end)
+            digest.update(read.into[start:end])
         return digest.intdigest()
 
-    def _some(self, into: memoryview) -> int:
+    def _some(self, read: _Read, start: int, end: int) -> int:
         while True:
             with contextlib.suppress(BlockingIOError):
-                if got := self._connection.recv_into(into):
+                if got := read.receive(self._connection, start, end):
                     return got
                 raise PeerError("it was closed amid a payload", "source_lost")
             self._wait()
@@ -199,7 +216,8 @@ class TcpSources:
         async with asyncio.TaskGroup() as guests:
             while True:
                 connection, _ = await loop.sock_accept(self._listener)
-                guests.create_task(self._host(connection))
+                guest = guests.create_task(self._host(connection))
+                guest.add_done_callback(functools.partial(_close, connection))  # it may be cancelled before it begins
 
     def close(self) -> None:
         """At any time, more than once."""
@@ -214,12 +232,8 @@ class TcpSources:
                     raise PeerError("there is no place for another one", "busy")
                 await asyncio.get_running_loop().sock_sendall(connection, _TAKEN)
         except (PeerError, OSError, TimeoutError) as error:
-            connection.close()
-            _log.warning("a sender's connection was not taken: %s", error or "it said nothing")
+            _log.warning("a sender's connection was not taken: %s", str(error) or "it said nothing")
             return
-        except BaseException:
-            connection.close()
-            raise
         slab = self._slabs[token] = RemoteSlab(connection, nbytes, self._silence_s)
         try:
             await slab.ended()
@@ -227,6 +241,10 @@ class TcpSources:
             del self._slabs[token]
             slab.cut()
             await slab.ended()
+
+
+def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:
+    connection.close()
 
 
 async def _introduced(connection: socket.socket) -> tuple[bytes, int]:

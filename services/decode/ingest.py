@@ -5,6 +5,7 @@ here. Whether a frame is wanted is the brain's to say.
 """
 
 import asyncio
+from dataclasses import dataclass
 
 from kvoy.core.actions import SayToSender
 from kvoy.core.events import CommitArrived, DecodeEvent, FrameArrived, HandoffLost, HandoffOpened
@@ -20,6 +21,8 @@ class _Arrivals:
     def __init__(self, stream: IngestStream, room: int) -> None:
         self.stream = stream
         self.is_open = True
+        self.fetches: set[asyncio.Task[bool]] = set()
+        """Of payloads that were taken, and are on their way into a slot."""
         self._room = asyncio.Semaphore(room)
         self._payloads: dict[int, list[Payload]] = {}
 
@@ -36,9 +39,40 @@ class _Arrivals:
         self._room.release()
         return payload
 
+    def end_fetches(self) -> None:
+        """Whoever waits for one is told that nothing came: a slot is not held for a sender that nobody hears."""
+        for fetch in self.fetches:
+            fetch.cancel()
+
     @property
     def is_over(self) -> bool:
         return not self.is_open and not self._payloads
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A payload (see payloads.Payload) that the brain wants, as long as its stream is there."""
+
+    payload: Payload
+    arrivals: _Arrivals
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes
+
+    async def fetch(self, into: memoryview) -> bool:
+        """See payloads.Payload. False also when the stream ended first."""
+        fetch = asyncio.ensure_future(self.payload.fetch(into))
+        self.arrivals.fetches.add(fetch)
+        fetch.add_done_callback(self.arrivals.fetches.discard)
+        try:
+            if not self.arrivals.is_open:
+                await asyncio.sleep(0)  # what lies here already is copied now
+                fetch.cancel()
+            await asyncio.wait({fetch})
+        finally:
+            fetch.cancel()
+        return not fetch.cancelled() and fetch.result()
 
 
 class Ingest:
@@ -69,13 +103,15 @@ class Ingest:
     async def closed(self, stream: IngestStream, reason: str) -> None:
         """``reason`` is empty when the handoff had come to its end."""
         self._arrivals[stream.stream].is_open = False
+        self._arrivals[stream.stream].end_fetches()
         self._clean(stream.stream)
         if self._welcomed.get(stream.opening.key) == stream.stream:
             self._lose(stream.opening.key, reason)
 
     def take(self, stream: int, header: FrameHeader) -> Payload:
         """The payload of a frame that has arrived; it is here no more."""
-        payload = self._arrivals[stream].take(header.seq)
+        arrivals = self._arrivals[stream]
+        payload = _Taken(arrivals.take(header.seq), arrivals)
         self._clean(stream)
         return payload
 
@@ -89,6 +125,8 @@ class Ingest:
         arrivals = self._arrivals.get(action.stream)
         if arrivals is not None and arrivals.is_open:
             arrivals.stream.send(action.message)
+            if is_over:
+                arrivals.end_fetches()
         elif not is_over:
             self._lose(action.key, "the sender was gone before it was welcomed")
 

@@ -6,18 +6,19 @@ The long forms take minutes and the real model: they are collected when KVOY_FAU
 import os
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
-from tests.faults.site import TOY, Site
+from tests.faults.site import TOY, TRANSPORTS, Site
 
 IS_LONG = os.environ.get("KVOY_FAULTS") == "long"
 collect_ignore = [] if IS_LONG else ["test_computed_once.py", "test_real_model.py"]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def running() -> AsyncIterator[Site]:
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=TRANSPORTS)
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
     """Two prefill and two decode pods of the toy model."""
-    made = Site(TOY)
+    made = Site(TOY.by(request.param))
     try:
         await made.start(prefills=2, decodes=2)
         yield made

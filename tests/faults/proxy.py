@@ -1,15 +1,17 @@
 """A TCP link between two pods that can be bad: slow, cut, standing still, or with a bit flipped on its way.
 
 Bytes pass as they are; only of HTTP/2 it knows where a frame begins and ends, so that a bit can be flipped within the
-payload of a large DATA frame. Everything runs in the event loop of the test.
+payload of a large DATA frame. What goes beside HTTP/2 (transport ``tcp``) passes the same link, at a port of its own.
+Everything runs in the event loop of the test.
 """
 
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
+NOWHERE = "127.0.0.1:1"
 LARGE_BYTES = 1024
 """A DATA frame of at least so many bytes holds KV: what else crosses is shorter."""
 _PREFACE_BYTES = len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
@@ -66,11 +68,14 @@ class Proxy:
 
     def __init__(self) -> None:
         self.target = ""
+        self.beside: dict[str, str] = {}
+        """Where connections to ``beside_address`` go while the target is this one; nowhere if it is not here."""
         self.rate_bytes_s: float | None = None
         """Towards the target, over all connections."""
         self.flips = 0
         self.cuts = 0
         self._server: asyncio.Server
+        self._beside: asyncio.Server
         self._flows = asyncio.Event()
         self._flows.set()
         self._next_at = 0.0
@@ -78,8 +83,11 @@ class Proxy:
 
     @property
     def address(self) -> str:
-        host, port = self._server.sockets[0].getsockname()
-        return f"{host}:{port}"
+        return _address(self._server)
+
+    @property
+    def beside_address(self) -> str:
+        return _address(self._beside)
 
     def stall(self) -> None:
         """Nothing passes, in either direction; connections stay."""
@@ -118,26 +126,38 @@ class Proxy:
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=_PIECE_BYTES)
+        self._beside = await asyncio.start_server(self._connected_beside, "127.0.0.1", 0, limit=_PIECE_BYTES)
 
     async def close(self) -> None:
         self._server.close()
+        self._beside.close()
         self.cut()
         await asyncio.gather(*self._joined, return_exceptions=True)
         await self._server.wait_closed()
+        await self._beside.wait_closed()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._join(reader, writer))
+        frames = DataFrames(self._wants_flip)
+        self._keep(self._join(reader, writer, self.target, frames.pass_on))
+
+    async def _connected_beside(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._keep(self._join(reader, writer, self.beside.get(self.target, NOWHERE), self._beside_frames))
+
+    def _keep(self, joined: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(joined)
         self._joined.add(task)
         task.add_done_callback(self._joined.discard)
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _join(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: str, change: Callable[[bytes], bytes]
+    ) -> None:
         ends = [writer]
         try:
-            host, _, port = self.target.rpartition(":")
+            host, _, port = target.rpartition(":")
             to_reader, to_writer = await asyncio.open_connection(host, int(port), limit=_PIECE_BYTES)
             ends.append(to_writer)
             ways = {
-                asyncio.create_task(self._up(reader, to_writer)),
+                asyncio.create_task(self._up(reader, to_writer, change)),
                 asyncio.create_task(self._down(to_reader, writer)),
             }
             try:
@@ -154,12 +174,13 @@ class Proxy:
                 with contextlib.suppress(OSError):
                     await end.wait_closed()
 
-    async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames = DataFrames(self._wants_flip)
+    async def _up(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
+    ) -> None:
         while piece := await reader.read(self._piece_bytes):
             await self._pace(len(piece))
             await self._flows.wait()
-            writer.write(frames.pass_on(piece))
+            writer.write(change(piece))
             await writer.drain()
 
     async def _down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -179,10 +200,21 @@ class Proxy:
             self._next_at = max(now, self._next_at) + size / self.rate_bytes_s
             await asyncio.sleep(self._next_at - now)
 
+    def _beside_frames(self, piece: bytes) -> bytes:
+        """What goes beside HTTP/2 is payloads and nothing else, but for its short beginning."""
+        if len(piece) < LARGE_BYTES or not self._wants_flip():
+            return piece
+        return piece[:-1] + bytes([piece[-1] ^ 1])
+
     def _wants_flip(self) -> bool:
         wanted = self.flips > 0
         self.flips -= wanted
         return wanted
+
+
+def _address(server: asyncio.Server) -> str:
+    host, port = server.sockets[0].getsockname()
+    return f"{host}:{port}"
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvoy.client import Answer, AsyncClient
@@ -43,8 +43,13 @@ class Kind:
     argv: Callable[[str], Sequence[str]]
     flags: dict[str, object] = field(default_factory=dict)
 
+    def by(self, transport: str) -> "Kind":
+        return replace(self, flags={**self.flags, "transport": transport})
+
 
 TOY = Kind(lambda role: ("tests.faults.toy_pod", role), {"check": "true"})
+TRANSPORTS = ("tcp", "grpc")
+"""Of pods that may be on different hosts."""
 
 
 @dataclass(eq=False)
@@ -151,9 +156,16 @@ class Site:
         if link is None:
             link = Proxy()
             await link.start()
-        pod = await self._add("decode", ingest_advertise=link.address, **self._kind.flags)
+        payloads = f"127.0.0.1:{free_port()}"
+        ways = {
+            "ingest_advertise": link.address,
+            "payload_listen": payloads,
+            "payload_advertise": link.beside_address,
+        }
+        pod = await self._add("decode", **ways, **self._kind.flags)
         pod.link = link
         link.target = pod.address
+        link.beside = {pod.address: payloads}
         self.decodes.append(pod)
         return pod
 

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from kvoy.core.errors import DeadlinePassed
+from tests.faults.proxy import NOWHERE
 from tests.faults.site import Pod, Site, ask, prompt, until
 from tests.faults.toy_pod import SLOT_BLOCKS, SLOTS, SPEC
 
@@ -97,7 +98,7 @@ async def test_a_receiver_that_cannot_be_reached_for_a_while(site: Site) -> None
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(ask(site, prompt(TOKENS)))
         decode = await site.busy(site.decodes, RECEIVED, above=before)
-        target, decode.link.target = decode.link.target, "127.0.0.1:1"
+        target, decode.link.target = decode.link.target, NOWHERE
         decode.link.cut()
         await asyncio.sleep(0.7)
         decode.link.target = target

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 
 import pytest
 
+from tests.faults.proxy import NOWHERE
 from tests.faults.site import Pace, Pod, Site, ask, prompt, receive
 from tests.faults.toy_pod import SLOW_ANSWER, SLOW_PROMPT, SPEC
 
@@ -72,7 +73,7 @@ async def handing_over_on_a_still_link(site: Site) -> AsyncIterator[Running]:
 @asynccontextmanager
 async def opening_again(site: Site) -> AsyncIterator[Running]:
     running, decode = await at_decode(site, BLOCKS // 2)
-    decode.link.target, target = "127.0.0.1:1", decode.link.target
+    decode.link.target, target = NOWHERE, decode.link.target
     decode.link.cut()
     await site.busy(
         site.prefills, "kvoy_prefill_handoffs_lost", await site.each(site.prefills, "kvoy_prefill_handoffs_lost")

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvoy.core.errors import DeadlinePassed, KvoyError
+from tests.faults.proxy import NOWHERE
 from tests.faults.site import Pod, Site, ask, until
 
 EPISODES = int(os.environ.get("KVOY_FAULT_EPISODES", "15"))
 SEED = os.environ.get("KVOY_FAULT_SEED") or str(random.SystemRandom().randrange(1 << 32))
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120 + 4 * EPISODES)]
 
-NOWHERE = "127.0.0.1:1"
 LONGEST_TOKENS = 388
 GROWTH_BYTES = 24 << 20
 """What a pod may keep of all episodes: an allocator's reserve, and code that had not run before."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.faults.proxy import DataFrames, Proxy, proxy
+from tests.faults.proxy import NOWHERE, DataFrames, Proxy, proxy
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -103,6 +103,6 @@ async def test_a_cut_breaks_what_there_is_and_nothing_after(link: Proxy) -> None
 
 
 async def test_a_target_that_is_gone_is_a_broken_connection(link: Proxy) -> None:
-    link.target = "127.0.0.1:1"
+    link.target = NOWHERE
     async with joined(link) as (reader, _):
         assert await breaks(reader)

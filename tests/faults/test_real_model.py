@@ -15,7 +15,7 @@ from kvoy.core.errors import DeadlinePassed
 from kvoy.core.types import KvDtype, KvSpec
 from tests.architecture.sources import ROOT
 from tests.faults.killing import BYTES, kill_prefill
-from tests.faults.site import Kind, Pace, Pod, Site, receive, until
+from tests.faults.site import TRANSPORTS, Kind, Pace, Pod, Site, receive, until
 
 GOLDEN = json.loads((ROOT / "tests" / "data" / "golden_smollm2.json").read_text())
 CASES = {case["id"]: case for case in GOLDEN["cases"]}
@@ -33,9 +33,9 @@ GROWTH_BYTES = 8 << 20
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Site]:
-    made = Site(SMOLLM2)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=TRANSPORTS)
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    made = Site(SMOLLM2.by(request.param))
     try:
         await made.start(prefills=2, decodes=2)
         yield made

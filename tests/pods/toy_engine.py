@@ -9,12 +9,12 @@ import asyncio
 import hashlib
 import struct
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 from kvoy.core.errors import EngineError
 from kvoy.core.step import DecodeRow, PrefillRow, Sampled, StepPlan, StepResult
 from kvoy.core.types import KvDtype, KvSpec, ModelInfo, SamplingParams, TokenLogprob
 from kvoy.engine import messages
+from kvoy.engine.slab import Slab, nameless_file
 
 VOCAB_TOKENS = 1000
 SPEC = KvSpec(layers=3, kv_heads=2, head_dim=2, block_tokens=4, dtype=KvDtype.FP32)
@@ -39,25 +39,13 @@ def continuation(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@dataclass(slots=True)
-class ToySlab:
-    slots: int
-    slot_bytes: int
-    memory: bytearray
-    fd: int | None = None
-
-    def slot(self, index: int) -> memoryview:
-        assert 0 <= index < self.slots
-        return memoryview(self.memory)[index * self.slot_bytes : (index + 1) * self.slot_bytes]
-
-
 class ToyEngine:
     """Obeys orders one by one, each after a turn of the event loop. ``hold`` stops it, ``die`` ends it;
     ``hold_before_step`` stops it by itself, when so many steps have been run."""
 
     def __init__(self, *, pool_blocks: int = 64, slots: int = 6, slot_blocks: int = 2, spec: KvSpec = SPEC) -> None:
         self.ready = messages.Ready(MODEL, spec, pool_blocks, eos_token_ids=(), load_s=0.0)
-        self.slab = ToySlab(slots, slot_blocks * spec.block_bytes, bytearray(slots * slot_blocks * spec.block_bytes))
+        self.slab = Slab(nameless_file(), slots, slot_blocks * spec.block_bytes)
         self.steps: list[StepPlan] = []
         self.going = asyncio.Event()
         self.going.set()

@@ -92,6 +92,13 @@ async def taken(sources, token: bytes = b"t" * 16) -> tuple[socket.socket, tcp.R
     return connection, source_of(sources, token)
 
 
+async def asked_for(source, offset: int, into: bytearray) -> asyncio.Task[int]:
+    """The sender has been asked."""
+    fetch = asyncio.create_task(source.fetch(offset, memoryview(into)))
+    await asyncio.sleep(0)
+    return fetch
+
+
 async def test_reads_of_any_order_and_length_are_answered(sources, slab, link):
     source = source_of(sources, await link.introduce(offer(sources)))
     ranges = [(0, 4 * NBYTES), (NBYTES, NBYTES), (5, 1), (4 * NBYTES - 1, 1), (0, 0), (17, 262_144), (1, 262_145)]
@@ -199,7 +206,7 @@ async def test_a_sender_that_falls_silent_amid_a_payload_is_given_up(slab, nothi
     async with serving(silence_s=0.2) as sources:
         connection, source = await taken(sources)
         into = bytearray(NBYTES)
-        asked = asyncio.create_task(source.fetch(0, memoryview(into)))
+        asked = await asked_for(source, 0, into)
         await asyncio.get_running_loop().sock_sendall(connection, b"x" * 1000)
         with pytest.raises(PeerError, match="nothing came for"):
             await asked
@@ -226,7 +233,7 @@ async def test_an_idle_sender_is_not_taken_for_a_silent_one(slab):
 async def test_a_sender_that_dies_amid_a_payload_ends_every_read(sources):
     connection, source = await taken(sources)
     buffers = [bytearray(NBYTES) for _ in range(3)]
-    asked = [asyncio.create_task(source.fetch(0, memoryview(into))) for into in buffers]
+    asked = [await asked_for(source, 0, into) for into in buffers]
     await asyncio.get_running_loop().sock_sendall(connection, b"x" * (NBYTES + 10))
     await asyncio.wait({asked[0]})
     connection.close()
@@ -260,3 +267,21 @@ async def test_a_receiver_that_does_not_read_holds_up_nobody_else(sources, slab,
         await link.close()
     stopped.close()
     listener.close()
+
+
+async def test_a_read_that_is_given_up_writes_no_more_and_the_next_one_is_right(sources):
+    connection, source = await taken(sources)
+    loop = asyncio.get_running_loop()
+    first, second = bytearray(NBYTES), bytearray(NBYTES)
+    asked = await asked_for(source, 0, first)
+    await loop.sock_sendall(connection, b"x" * 1000)
+    await until(lambda: first[999] == ord("x"))
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    asked = await asked_for(source, NBYTES, second)
+    await loop.sock_sendall(connection, b"y" * (NBYTES - 1000) + b"z" * NBYTES)
+    assert await asked == payload_checksum(memoryview(b"z" * NBYTES))
+    assert second == b"z" * NBYTES
+    assert first == b"x" * 1000 + bytes(NBYTES - 1000)
+    connection.close()
