@@ -55,9 +55,9 @@ class EnginePodConfig(PodConfig):
     )
     context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.", at_least=0)
     chunk_tokens: int = option(128, "Prompt tokens that one engine step may prefill.", at_least=1)
-    transport: Literal["grpc", "tcp", "shm"] = option(
-        "grpc",
-        "How KV goes to or comes from pods that say the same, and grpc is what others get: tcp is a connection of its "
+    transport: Literal["tcp", "grpc", "shm"] = option(
+        "tcp",
+        "How KV goes to or comes from pods that say the same, else it goes within gRPC: tcp is a connection of its "
         "own beside gRPC, shm is shared memory, for pods of one host.",
     )
     deterministic: bool = option(

@@ -13,183 +13,30 @@ import logging
 import mmap
 import os
 import secrets
-import select
 import socket
 import struct
 import threading
-import time
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-
-import xxhash
 
 from kvoy.core.errors import PeerError
 from kvoy.core.frames import Opening
 from kvoy.core.types import TransportOffer
 from kvoy.core.wire import TCP
-from kvoy.transport.payloads import PIECE_BYTES, Source
+from kvoy.transport.payloads import Source
+from kvoy.transport.tcp_reads import READ, RemoteSlab
 
 TOKEN_BYTES = 16
 MAX_SLABS = 256
 """Of all prefill pods together; more are turned away, and send in frames."""
 SILENCE_S = 10.0
 """For how long a sender that was asked for bytes may send none."""
-_GREETING_S = 5.0
-_LOOK_S = 1.0
-"""How often a thread that waits looks whether it waits for too long."""
+_GREETING_S = 2.0
 _GREETING = struct.Struct("<8s16sQ")
 """What a sender says first: the magic, its token, the length of its slab."""
 _MAGIC = b"kvoy-kv1"
 _TAKEN = b"+"
-_ASK = struct.Struct("<QQ")
-"""A read: offset in the slab, and length."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """Bytes that were asked for."""
-
-    into: memoryview
-    done: asyncio.Future[int]
-    since: float = field(default_factory=time.monotonic)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while bytes are written: whoever gives up the read knows that none are written afterwards."""
-
-    def receive(self, connection: socket.socket, start: int, end: int) -> int:
-        """What has come into that part; BlockingIOError if nothing has."""
-        with self._lock:
-            return connection.recv_into(self.into[start:end])
-
-    def give_up(self) -> None:
-        """What is still to come goes nowhere, but it must be taken off the connection."""
-        with self._lock:
-            self.into = memoryview(bytearray(self.into.nbytes))
-
-
-class RemoteSlab:
-    """A slab at the other end of a connection (payloads.Source). A thread of its own takes what comes, so that neither
-    copy nor hash waits for the event loop; it ends with the connection."""
-
-    def __init__(self, connection: socket.socket, nbytes: int, silence_s: float) -> None:
-        """Takes the connection over. To be made where an event loop runs."""
-        self._connection = connection
-        self._nbytes = nbytes
-        self._silence_s = silence_s
-        self._loop = asyncio.get_running_loop()
-        self._reads: deque[_Read] = deque()
-        self._ended: asyncio.Future[str] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._receive, name="kv from tcp", daemon=True)
-        connection.setblocking(False)
-        self._thread.start()
-
-    def holds(self, offset: int, nbytes: int) -> bool:
-        """See payloads.Source."""
-        return 0 <= offset <= offset + nbytes <= self._nbytes
-
-    async def fetch(self, offset: int, into: memoryview) -> int:
-        """See payloads.Source."""
-        if self._ended.done():
-            raise PeerError(self._ended.result(), "source_lost")
-        if not into.nbytes:
-            return xxhash.xxh3_64_intdigest(b"")
-        read = _Read(into, self._loop.create_future())
-        self._reads.append(read)
-        try:
-            # Reads under way are as few as slots, so these few bytes always find room: else the sender reads nothing.
-            self._connection.sendall(_ASK.pack(offset, into.nbytes))
-        except OSError:
-            self.cut()
-        try:
-            return await read.done
-        except asyncio.CancelledError:
-            read.give_up()
-            raise
-
-    async def lost(self) -> None:
-        """See payloads.Source."""
-        raise PeerError(await asyncio.shield(self._ended), "source_lost")
-
-    def cut(self) -> None:
-        """End it now, if it has not ended."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    async def ended(self) -> None:
-        """Waits until nothing more is written into any slot, and the connection is closed."""
-        await asyncio.shield(self._ended)
-
-    def _receive(self) -> None:
-        """The thread."""
-        reason = "the sender has closed its connection"
-        try:
-            while self._has_come():
-                read = self._reads[0]
-                checksum = self._fill(read)
-                self._reads.popleft()
-                self._call(_settle, read.done, checksum)
-        except (PeerError, OSError) as error:
-            reason = f"the sender's connection has ended: {error}"
-        finally:
-            self._connection.close()
-            self._call(self._end, reason)
-
-    def _has_come(self) -> bool:
-        """Waits for the first byte of what was asked for; False: the sender has left."""
-        self._wait()
-        if not self._connection.recv(1, socket.MSG_PEEK):
-            return False
-        if not self._reads:
-            raise PeerError("it says what it was not asked for", "bad_source")
-        return True
-
-    def _fill(self, read: _Read) -> int:
-        digest = xxhash.xxh3_64()
-        for start in range(0, read.into.nbytes, PIECE_BYTES):
-            end = min(start + PIECE_BYTES, read.into.nbytes)
-            at = start
-            while at < end:
-                at += self._some(read, at, end)
-            digest.update(read.into[start:end])
-        return digest.intdigest()
-
-    def _some(self, read: _Read, start: int, end: int) -> int:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                if got := read.receive(self._connection, start, end):
-                    return got
-                raise PeerError("it was closed amid a payload", "source_lost")
-            self._wait()
-
-    def _wait(self) -> None:
-        """Until there is something to read; PeerError once the sender has owed bytes, and sent none, for too long."""
-        poller = select.poll()
-        poller.register(self._connection, select.POLLIN)
-        waits_since = time.monotonic()
-        while not poller.poll(_LOOK_S * 1000):
-            with contextlib.suppress(IndexError):
-                if time.monotonic() - max(waits_since, self._reads[0].since) > self._silence_s:
-                    raise PeerError(f"nothing came for {self._silence_s:g} s", "source_lost")
-
-    def _end(self, reason: str) -> None:
-        self._ended.set_result(reason)
-        while self._reads:
-            _settle(self._reads.popleft().done, PeerError(reason, "source_lost"))
-
-    def _call(self, *call: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            self._loop.call_soon_threadsafe(*call)  # type: ignore[arg-type]
-
-
-def _settle(done: asyncio.Future[int], outcome: int | PeerError) -> None:
-    if done.done():
-        return
-    if isinstance(outcome, int):
-        done.set_result(outcome)
-    else:
-        done.set_exception(outcome)
 
 
 class TcpSources:
@@ -296,7 +143,7 @@ class _Lender:
 
     def _lend(self) -> None:
         """The thread."""
-        with self._connection, contextlib.suppress(OSError):
+        with self._connection, self._slab, contextlib.suppress(OSError):
             for offset, nbytes in self._asked():
                 if offset + nbytes > self._slab.nbytes:
                     _log.warning("a decode pod asked for what is not in the slab; its connection was closed")
@@ -304,8 +151,8 @@ class _Lender:
                 self._connection.sendall(self._slab[offset : offset + nbytes])
 
     def _asked(self) -> Iterator[tuple[int, int]]:
-        while len(ask := self._connection.recv(_ASK.size, socket.MSG_WAITALL)) == _ASK.size:
-            yield _ASK.unpack(ask)
+        while len(ask := self._connection.recv(READ.size, socket.MSG_WAITALL)) == READ.size:
+            yield READ.unpack(ask)
 
 
 class TcpLink:
@@ -315,34 +162,50 @@ class TcpLink:
 
     def __init__(self, slab_fd: int) -> None:
         """Maps what ``slab_fd`` is of, and keeps the mapping until ``close``."""
-        self._slab = memoryview(mmap.mmap(slab_fd, os.fstat(slab_fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ))
+        self._map = mmap.mmap(slab_fd, os.fstat(slab_fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._slab = memoryview(self._map)
         self._lenders: dict[str, _Lender] = {}
-        self._one_by_one = asyncio.Lock()
+        self._connecting: dict[str, asyncio.Task[_Lender]] = {}
 
     async def introduce(self, offer: TransportOffer) -> bytes:
-        """See links.Link."""
-        async with self._one_by_one:
-            for address in [address for address, lender in self._lenders.items() if not lender.is_open]:
-                del self._lenders[address]
-            if offer.address not in self._lenders:
-                self._lenders[offer.address] = await self._connect(offer.address)
-            return self._lenders[offer.address].token
+        """See links.Link. Who asks for the same pod meanwhile waits for the same connection; others do not wait."""
+        address = offer.address
+        for gone in [known for known, lender in self._lenders.items() if not lender.is_open]:
+            del self._lenders[gone]
+        if address not in self._lenders:
+            if address not in self._connecting:
+                self._connecting[address] = asyncio.create_task(self._connect(address))
+                self._connecting[address].add_done_callback(functools.partial(self._connected, address))
+            return (await asyncio.shield(self._connecting[address])).token
+        return self._lenders[address].token
 
     async def close(self) -> None:
         """See links.Link."""
+        while self._connecting:
+            for connecting in self._connecting.values():
+                connecting.cancel()
+            await asyncio.wait(self._connecting.values())
         lenders = list(self._lenders.values())
         self._lenders.clear()
         for lender in lenders:
             lender.cut()
         for lender in lenders:
             await asyncio.to_thread(lender.join)
+        self._slab.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def _connected(self, address: str, task: asyncio.Task[_Lender]) -> None:
+        del self._connecting[address]
+        if not task.cancelled():
+            task.exception()  # said to those who still wait for it
 
     async def _connect(self, address: str) -> _Lender:
         loop = asyncio.get_running_loop()
         token = secrets.token_bytes(TOKEN_BYTES)
         try:
             async with asyncio.timeout(_GREETING_S):
-                connection = await _connected(address)
+                connection = await _connection_to(address)
                 try:
                     await loop.sock_sendall(connection, _GREETING.pack(_MAGIC, token, self._slab.nbytes))
                     if await loop.sock_recv(connection, 1) != _TAKEN:
@@ -352,10 +215,11 @@ class TcpLink:
                     raise
         except (OSError, ValueError, TimeoutError) as error:
             raise PeerError(f"the decode pod cannot be reached at {address}: {error}", "unreachable") from error
-        return _Lender(connection, self._slab, token)
+        lender = self._lenders[address] = _Lender(connection, self._slab[:], token)
+        return lender
 
 
-async def _connected(address: str) -> socket.socket:
+async def _connection_to(address: str) -> socket.socket:
     """A connection to host:port, by the first of its addresses that answers."""
     loop = asyncio.get_running_loop()
     host, _, port = address.rpartition(":")

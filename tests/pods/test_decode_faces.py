@@ -76,8 +76,42 @@ async def test_a_payload_is_kept_until_it_is_taken(inbox: Inbox, ingest: Ingest)
     await ingest.commit(stream, Commit(KEY, 1, 5, None, 0.0))
     await ingest.closed(stream, "the sender is gone")
     assert inbox.kinds == [HandoffOpened, FrameArrived, CommitArrived]
-    assert ingest.take(1, FRAME) is PAYLOAD
+    assert ingest.take(1, FRAME).payload is PAYLOAD
     assert not ingest._arrivals
+
+
+class FarAway:
+    """A payload that never comes."""
+
+    nbytes = SPEC.block_bytes
+
+    async def fetch(self, into: memoryview) -> bool:
+        await asyncio.Event().wait()
+        return bool(into)
+
+
+@pytest.mark.parametrize("how", ["broken", "refused", "broken before"])
+async def test_what_is_on_its_way_ends_with_its_stream(inbox: Inbox, ingest: Ingest, how: str) -> None:
+    """Else a request that is over would hold its slot for as long as a stalled link has it."""
+    stream = Stream(1)
+    await ingest.opened(stream)
+    ingest.say(SayToSender(KEY, 1, Welcome(2, 0)))
+    frames = [replace(FRAME, seq=0), replace(FRAME, seq=1)]
+    await ingest.frame(stream, frames[0], FarAway(), intact=True)
+    await ingest.frame(stream, frames[1], PAYLOAD, intact=True)
+    into = memoryview(bytearray(SPEC.block_bytes))
+    if how == "broken before":
+        await ingest.closed(stream, "the sender is gone")
+    fetch = asyncio.create_task(ingest.take(1, frames[0]).fetch(into))
+    await turns()
+    if how == "broken":
+        assert not fetch.done()
+        await ingest.closed(stream, "the sender is gone")
+    elif how == "refused":
+        ingest.say(SayToSender(KEY, 1, Refused("cancelled")))
+    assert await fetch is False
+    assert await ingest.take(1, frames[1]).fetch(into)  # what has come can still be used
+    assert into == BYTES
 
 
 async def test_a_sender_is_held_back_while_too_much_waits(inbox: Inbox, ingest: Ingest) -> None:

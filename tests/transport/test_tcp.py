@@ -1,6 +1,7 @@
 """Transport ``tcp``: what a hostile, careless, silent or dead peer can do to the other pod, which is nothing."""
 
 import asyncio
+import random
 import socket
 import struct
 import threading
@@ -17,6 +18,7 @@ from kvoy.transport.frame_wire import payload_checksum
 from kvoy.transport.payloads import Referred
 from kvoy.transport.streams import race
 from kvoy.transport.tcp import TcpLink, TcpSources
+from kvoy.transport.tcp_reads import RemoteSlab
 from tests.transport import values
 from tests.transport.handlers import until
 from tests.transport.transports import descriptors, mappings
@@ -46,7 +48,7 @@ async def sources(nothing_left):
 @pytest.fixture
 def slab():
     slab = Slab(nameless_file(), 4, NBYTES)
-    slab.whole[:] = bytes(index * 7919 >> 3 & 255 for index in range(4 * NBYTES))
+    slab.whole[:] = random.Random(1).randbytes(4 * NBYTES)
     yield slab
     slab.close()
 
@@ -84,7 +86,7 @@ def greeting(token: bytes = b"t" * 16, nbytes: int = 4 * NBYTES, magic: bytes = 
     return struct.pack("<8s16sQ", magic, token, nbytes)
 
 
-async def taken(sources, token: bytes = b"t" * 16) -> tuple[socket.socket, tcp.RemoteSlab]:
+async def taken(sources, token: bytes = b"t" * 16) -> tuple[socket.socket, RemoteSlab]:
     """A sender made by hand, and the source that it is here."""
     connection = await stranger(sources, greeting(token))
     assert await asyncio.get_running_loop().sock_recv(connection, 1) == b"+"
@@ -131,7 +133,6 @@ async def test_one_connection_for_a_pair_and_none_once_it_is_closed(slab, nothin
         await link.close()
         await link.close()
         await until(lambda: source_of(sources, token) is None)
-    del link
     await until(lambda: descriptors() <= before[0] and mappings() <= before[1])
     assert not threads()
 
@@ -285,3 +286,29 @@ async def test_a_read_that_is_given_up_writes_no_more_and_the_next_one_is_right(
     assert second == b"z" * NBYTES
     assert first == b"x" * 1000 + bytes(NBYTES - 1000)
     connection.close()
+
+
+async def test_a_decode_pod_that_does_not_answer_holds_up_no_handoff_to_another(sources, slab, link, monkeypatch):
+    monkeypatch.setattr(tcp, "_GREETING_S", 0.3)
+    silent = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    waiting = [asyncio.create_task(link.introduce(TransportOffer("tcp", address))) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert source_of(sources, await link.introduce(offer(sources))) is not None
+    assert not any(each.done() for each in waiting)
+    for each in waiting:
+        with pytest.raises(PeerError, match="cannot be reached"):
+            await each
+    silent.close()
+
+
+async def test_closing_ends_what_is_being_connected(slab, nothing_left):
+    link = TcpLink(slab.fd)
+    silent = socket.create_server(("127.0.0.1", 0))
+    asking = link.introduce(TransportOffer("tcp", f"127.0.0.1:{silent.getsockname()[1]}"))
+    waiting = asyncio.create_task(asking)
+    await asyncio.sleep(0.01)
+    await link.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    silent.close()
