@@ -210,4 +210,5 @@ async def test_when_all_is_over_the_pods_are_as_they_were(site: Site) -> None:
 
 
 async def have(opened: dict[Pod, Counter[str]]) -> bool:
-    return all(pod.descriptors == before for pod, before in opened.items())
+    """No more than then; maybe fewer, for a way to a pod that failed of late is not tried again at once."""
+    return all(pod.descriptors <= before for pod, before in opened.items())
