@@ -13,7 +13,7 @@ from kvoy.core.errors import PeerError
 from kvoy.core.frames import Opening
 from kvoy.core.types import TransportOffer
 from kvoy.engine.slab import Slab, nameless_file
-from kvoy.transport import tcp
+from kvoy.transport import introductions, tcp
 from kvoy.transport.frame_wire import payload_checksum
 from kvoy.transport.payloads import Referred
 from kvoy.transport.streams import race
@@ -174,26 +174,27 @@ async def test_a_stranger_is_turned_away(sources, said, caplog):
 
 
 async def test_who_says_nothing_does_not_stay(sources, monkeypatch):
-    monkeypatch.setattr(tcp, "_GREETING_S", 0.05)
+    monkeypatch.setattr(introductions, "GREETING_S", 0.05)
     connection = await stranger(sources, greeting()[:20])
     assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
     connection.close()
 
 
-async def test_a_token_in_use_and_one_slab_too_many_are_refused(sources, monkeypatch):
+async def test_a_token_in_use_and_one_slab_too_many_are_refused(nothing_left, monkeypatch):
     monkeypatch.setattr(tcp, "MAX_SLABS", 2)
-    first, source = await taken(sources)
-    for token in (b"t" * 16, b"u" * 16, b"v" * 16):
-        other = await stranger(sources, greeting(token))
-        is_taken = await asyncio.get_running_loop().sock_recv(other, 1) == b"+"
-        assert is_taken == (token == b"u" * 16)
-        if not is_taken:
-            other.close()
-        else:
-            second = other
-    assert source_of(sources, b"t" * 16) is source
-    first.close()
-    second.close()
+    async with serving() as sources:
+        first, source = await taken(sources)
+        for token in (b"t" * 16, b"u" * 16, b"v" * 16):
+            other = await stranger(sources, greeting(token))
+            is_taken = await asyncio.get_running_loop().sock_recv(other, 1) == b"+"
+            assert is_taken == (token == b"u" * 16)
+            if not is_taken:
+                other.close()
+            else:
+                second = other
+        assert source_of(sources, b"t" * 16) is source
+        first.close()
+        second.close()
 
 
 async def test_a_read_beyond_the_slab_ends_the_connection(sources, slab, link, caplog):
@@ -289,7 +290,7 @@ async def test_a_read_that_is_given_up_writes_no_more_and_the_next_one_is_right(
 
 
 async def test_a_decode_pod_that_does_not_answer_holds_up_no_handoff_to_another(sources, slab, link, monkeypatch):
-    monkeypatch.setattr(tcp, "_GREETING_S", 0.3)
+    monkeypatch.setattr(introductions, "GREETING_S", 0.3)
     silent = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{silent.getsockname()[1]}"
     waiting = [asyncio.create_task(link.introduce(TransportOffer("tcp", address))) for _ in range(2)]
