@@ -12,9 +12,10 @@ from kvoy.core.types import KvDtype, KvSpec, TransportOffer
 
 GRPC = "grpc"
 TCP = "tcp"
+NIXL = "nixl"
 SHM = "shm"
 """Transports. ``grpc``: payloads are in the frames. ``tcp``: the receiver asks for them over a connection of their own.
-``shm``: it copies them from the sender's slab."""
+``nixl``: NIXL reads them, by RDMA where there is some. ``shm``: it copies them from the sender's slab."""
 
 IMPORTABLE = tuple(KvDtype)
 """What an engine turns into its pool's own format, unless that would quantise what is quantised already."""

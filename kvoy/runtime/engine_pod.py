@@ -55,10 +55,10 @@ class EnginePodConfig(PodConfig):
     )
     context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.", at_least=0)
     chunk_tokens: int = option(128, "Prompt tokens that one engine step may prefill.", at_least=1)
-    transport: Literal["tcp", "grpc", "shm"] = option(
+    transport: Literal["tcp", "grpc", "shm", "nixl"] = option(
         "tcp",
         "How KV goes to or comes from pods that say the same, else it goes within gRPC: tcp is a connection of its "
-        "own beside gRPC, shm is shared memory, for pods of one host.",
+        "own beside gRPC, shm is shared memory, for pods of one host, nixl is RDMA by NIXL, an extra.",
     )
     deterministic: bool = option(
         False, "Prove at the start that no request's output depends on what else is served, to the last bit; fp32 only."

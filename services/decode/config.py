@@ -14,7 +14,8 @@ class DecodeConfig(EnginePodConfig):
     max_batch: int = option(64, "Requests that one engine step may carry.", at_least=1)
     ingest_advertise: str = option("", "host:port under which prefill pods reach this one; empty is like --advertise.")
     payload_listen: str = option(
-        "", "host:port for the connections of transport tcp; empty is a free port where the gRPC server listens."
+        "",
+        "host:port for the transports tcp and nixl; empty is a free port where the gRPC server listens.",
     )
     payload_advertise: str = option(
         "", "host:port under which prefill pods reach these; empty is the host that they know, and the port in use."

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvoy.core.errors import ConfigError
 from kvoy.core.types import TransportOffer
-from kvoy.core.wire import SHM, TCP
+from kvoy.core.wire import NIXL, SHM, TCP
 from kvoy.runtime.pod import PodRuntime
+from kvoy.transport.nixl import NixlSources
 from kvoy.transport.payloads import Sources
 from kvoy.transport.shm import ShmSources
 from kvoy.transport.tcp import TcpSources
@@ -30,7 +31,9 @@ def payload_way(pod: PodRuntime, config: DecodeConfig) -> PayloadWay:
     if config.transport == SHM:
         return _shared_memory(pod)
     if config.transport == TCP:
-        return _connections(pod, config)
+        return _connections(pod, config, TCP, TcpSources)
+    if config.transport == NIXL:
+        return _connections(pod, config, NIXL, NixlSources)
     return PayloadWay(None, tuple)
 
 
@@ -43,17 +46,19 @@ def _shared_memory(pod: PodRuntime) -> PayloadWay:
     return PayloadWay(sources, lambda: [sources.offer])
 
 
-def _connections(pod: PodRuntime, config: DecodeConfig) -> PayloadWay:
+def _connections(
+    pod: PodRuntime, config: DecodeConfig, name: str, kind: Callable[[str], TcpSources | NixlSources]
+) -> PayloadWay:
     listen = config.payload_listen or f"{_host(config.listen)}:0"
     try:
-        sources = TcpSources(listen)
+        sources = kind(listen)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"--payload-listen {listen} cannot be had: {error}.") from error
     pod.tasks.create_task(_until_the_end(sources.serve(), sources.close), name="payload connections")
 
     def offers() -> list[TransportOffer]:
         own = config.ingest_advertise or pod.describe().address
-        return [TransportOffer(TCP, config.payload_advertise or f"{_host(own)}:{sources.port}")]
+        return [TransportOffer(name, config.payload_advertise or f"{_host(own)}:{sources.port}")]
 
     return PayloadWay(sources, offers)
 

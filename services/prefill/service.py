@@ -6,7 +6,7 @@ from kvoy.core.actions import PrefillAction
 from kvoy.core.counters import PrefillCounters
 from kvoy.core.events import PrefillEvent, Tick
 from kvoy.core.prefill import PrefillBrain, PrefillParams
-from kvoy.core.wire import SHM, TCP, WirePolicy
+from kvoy.core.wire import NIXL, SHM, TCP, WirePolicy
 from kvoy.runtime.engine_effects import Engine, EngineEffects
 from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
@@ -14,6 +14,7 @@ from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
 from kvoy.transport.kv_stream import GrpcHandoffConnector
 from kvoy.transport.links import Link, Links
+from kvoy.transport.nixl import NixlLink
 from kvoy.transport.prefill import prefill_service
 from kvoy.transport.shm import ShmLink
 from kvoy.transport.tcp import TcpLink
@@ -54,6 +55,6 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
 def _links(config: PrefillConfig, engine: Engine) -> Links:
     """What payloads may go by besides gRPC."""
     fd = engine.slab.fd
-    kinds: dict[str, Callable[[int], Link]] = {SHM: ShmLink, TCP: TcpLink}
+    kinds: dict[str, Callable[[int], Link]] = {SHM: ShmLink, TCP: TcpLink, NIXL: NixlLink}
     kind = kinds.get(config.transport)
     return Links([kind(fd)] if kind is not None and fd is not None else [])
