@@ -1,7 +1,10 @@
 """A server and channels for each test, and proof that nothing of them is left running."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,7 @@ from kvoy.transport.channels import Channels
 from kvoy.transport.rpc import Registration
 from kvoy.transport.server import GrpcServer
 
+ROOT = Path(__file__).parents[2]
 Serve = Callable[..., Awaitable[GrpcServer]]
 
 
@@ -42,3 +46,24 @@ async def channels(nothing_left: None) -> AsyncIterator[Channels]:
     channels = Channels()
     yield channels
     await channels.close()
+
+
+@pytest.fixture
+async def peer(nothing_left: None) -> AsyncIterator[Callable[..., Any]]:
+    """Starts a peer process and returns it with its first line; none outlives the test."""
+    started = []
+
+    async def start(*arguments: str):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.transport.peer", *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        )
+        started.append(process)
+        async with asyncio.timeout(60):
+            return process, (await process.stdout.readline()).decode().strip()
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        process._transport.close()

@@ -1,8 +1,6 @@
 """kill -9 of the other process: whoever waits for it learns at once, and all that it held is let go."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,29 +15,6 @@ from kvoy.transport.kv_stream import GrpcHandoffConnector, ingest_service
 from kvoy.transport.prefill import prefill_service
 from tests.transport import values
 from tests.transport.handlers import Decode, Inference, Ingest, Prefill, until
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-async def peer(nothing_left):
-    """Starts a peer process and returns it with its first line; none outlives the test."""
-    started = []
-
-    async def start(*arguments: str):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.transport.peer", *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
-        )
-        started.append(process)
-        async with asyncio.timeout(60):
-            return process, (await process.stdout.readline()).decode().strip()
-
-    yield start
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        process._transport.close()
 
 
 async def send_until_it_fails(stream):

@@ -1,23 +1,61 @@
-"""Both ends of a handoff over each transport, for the suite that all of them pass."""
+"""Both ends of a handoff over each transport, for the suites that all of them pass: a transport is one entry here.
+
+nixl is there where its package is. UCX is told to use sockets of this host only: what it does of itself differs from
+host to host, and by sockets it needs the sender's help for every read, which is the hardest case.
+"""
 
 import asyncio
+import importlib.util
 import itertools
+import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvoy.core.frames import Commit, FrameHeader, Opening
 from kvoy.core.types import TransportOffer
 from kvoy.engine.slab import Slab, nameless_file
 from kvoy.transport.kv_stream import GrpcHandoffConnector, ingest_service
-from kvoy.transport.links import Links
+from kvoy.transport.links import Link, Links
 from kvoy.transport.memory import MemoryHandoffConnector
+from kvoy.transport.nixl import NixlLink, NixlSources
 from kvoy.transport.shm import ShmLink, ShmSources
 from kvoy.transport.streams import race
+from kvoy.transport.tcp import TcpLink, TcpSources
 from tests.transport.handlers import Ingest
 
-NAMES = ("grpc", "memory", "shm")
+os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A transport by reference."""
+
+    link: Callable[[int], Link]
+    """Of the descriptor of a slab."""
+    sources: Callable[[float], Any]
+    """With how long a sender may be silent."""
+    offer: Callable[[Any], TransportOffer]
+    """What a decode pod with these sources says."""
+    needs_its_sender: bool = True
+    """A read ends only if the sender's process runs."""
+
+
+def _at_port(name: str) -> Callable[[Any], TransportOffer]:
+    return lambda sources: TransportOffer(name, f"127.0.0.1:{sources.port}")
+
+
+WAYS = {
+    "shm": Way(ShmLink, lambda _: ShmSources(), lambda sources: sources.offer, needs_its_sender=False),
+    "tcp": Way(TcpLink, lambda silence_s: TcpSources("127.0.0.1:0", silence_s), _at_port("tcp")),
+    "nixl": Way(NixlLink, lambda silence_s: NixlSources("127.0.0.1:0", silence_s), _at_port("nixl")),
+}
+if importlib.util.find_spec("nixl_cu12") is None:
+    del WAYS["nixl"]
+NAMES = ("grpc", "memory", *WAYS)
 SLOT_BYTES = 64 * 1024
 
 
@@ -72,25 +110,35 @@ async def transport(name: str, serve: Callable, channels) -> AsyncIterator[tuple
             connector = GrpcHandoffConnector(channels)
             yield handler, (await serve(ingest_service(handler))).address, connector
             await connector.close()
-        case "shm":
-            async with shm_sources() as sources:
+        case _:
+            async with serving(name) as (sources, offer):
                 slab = Slab(nameless_file(), 8, SLOT_BYTES)
-                inner = GrpcHandoffConnector(channels, Links([ShmLink(slab.fd)]))
-                connector = SlabConnector(inner, slab, (sources.offer,))
+                inner = GrpcHandoffConnector(channels, Links([WAYS[name].link(slab.fd)]))
+                connector = SlabConnector(inner, slab, (offer,))
                 yield handler, (await serve(ingest_service(handler, sources))).address, connector
                 await connector.close()
                 slab.close()
 
 
 @asynccontextmanager
+async def serving(name: str, silence_s: float = 5.0) -> AsyncIterator[tuple[Any, TransportOffer]]:
+    """The decode pod's end of a transport by reference, and what it offers."""
+    sources = WAYS[name].sources(silence_s)
+    task = asyncio.create_task(race(sources.serve()))
+    await asyncio.sleep(0.001)  # it has begun
+    try:
+        yield sources, WAYS[name].offer(sources)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        sources.close()
+
+
+@asynccontextmanager
 async def shm_sources() -> AsyncIterator[ShmSources]:
     """Serving."""
-    sources = ShmSources()
-    serving = asyncio.create_task(race(sources.serve()))
-    yield sources
-    serving.cancel()
-    await asyncio.wait({serving})
-    sources.close()
+    async with serving("shm") as (sources, _):
+        yield sources
 
 
 def mappings() -> int:
@@ -101,3 +149,19 @@ def mappings() -> int:
 def descriptors() -> int:
     """What this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def threads() -> int:
+    """What this process has of a transport's own, by Python's names and by UCX's."""
+    of_ucx = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "async"]
+    return len([each for each in threading.enumerate() if each.name.startswith("kv ")]) + len(of_ucx)
+
+
+def held() -> tuple[int, int, int]:
+    """What a transport could leave behind."""
+    return descriptors(), mappings(), threads()
+
+
+def is_let_go(before: tuple[int, int, int]) -> bool:
+    """Fewer than before there may be, where libraries let go of what tests before this one had used."""
+    return all(now <= then for now, then in zip(held(), before, strict=True))
