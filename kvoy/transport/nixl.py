@@ -20,7 +20,7 @@ from kvoy.core.frames import Opening
 from kvoy.core.types import TransportOffer
 from kvoy.core.wire import NIXL
 from kvoy.transport.introductions import Introductions, Reception, is_open, read_exactly
-from kvoy.transport.nixl_agent import Agent
+from kvoy.transport.nixl_agent import Agent, is_leaving, start_thread
 from kvoy.transport.nixl_reads import BUSY, IDLE, Introduced, NixlSlab
 from kvoy.transport.payloads import Source
 
@@ -142,9 +142,8 @@ class NixlLink:
         self._guests: set[_Guest] = set()
         self._is_closed = False
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="kv over nixl", daemon=True)
         self._introductions = Introductions(self._greeting, self._lend)
-        self._thread.start()
+        self._thread = start_thread("kv over nixl", self._work)
 
     async def introduce(self, offer: TransportOffer) -> bytes:
         """See links.Link."""
@@ -177,7 +176,7 @@ class NixlLink:
     def _work(self) -> None:
         """The thread: UCX does its part of a read over TCP here, and of making a connection. It need not be quick where
         nobody reads."""
-        while not self._is_closed:
+        while not (self._is_closed or is_leaving.is_set()):
             self._agent.progress()
             if self._wake.wait(_IDLE_PAUSE_S):
                 self._agent.progress()

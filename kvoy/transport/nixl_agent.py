@@ -3,17 +3,26 @@
 The library is an optional extra, loaded when the first agent is made. Whoever has an agent calls it from one thread.
 """
 
+import atexit
 import ctypes
 import importlib
 import logging
 import mmap
 import secrets
+import threading
+import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from kvoy.core.errors import ConfigError, PeerError
 
 _DRAM = "DRAM"
+_LEAVE_S = 1.0
+
+is_leaving = threading.Event()
+"""The process ends: threads with an agent return. One that the interpreter stops amid the library would abort it."""
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Agent:
@@ -68,6 +77,10 @@ class Agent:
         _quietly(self._agent.deregister_memory, self._registered)
         self._agent = self._registered = self._buffer = None
 
+    def abandon(self) -> None:
+        """Instead of ``close`` where a reading is under way and the process ends: it is never freed."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
 
 class Reading:
     """Bytes on their way."""
@@ -92,6 +105,21 @@ class Reading:
         if self._state != "DONE":
             raise PeerError(f"a read ended as {self._state}", "source_lost")
         return True
+
+
+def start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
+    """A thread for an agent. One that hangs in the library does not keep the process."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    _threads.add(thread)
+    return thread
+
+
+@atexit.register
+def _leave() -> None:
+    is_leaving.set()
+    for thread in list(_threads):
+        thread.join(_LEAVE_S)
 
 
 def _library() -> ModuleType:

@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import queue
 import socket
-import threading
 import time
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ import xxhash
 
 from kvoy.core.errors import ConfigError, PeerError
 from kvoy.transport.frame_wire import MAX_FRAME_BYTES
-from kvoy.transport.nixl_agent import Agent, Reading
+from kvoy.transport.nixl_agent import Agent, Reading, is_leaving, start_thread
 from kvoy.transport.payloads import copy_and_hash
 
 CELLS = 4
@@ -71,7 +70,7 @@ class NixlSlab:
         self.gone: asyncio.Future[None] = self._loop.create_future()
         """The thread is at its end, and the agent with all that it had."""
         self._loop.add_reader(connection, self._hear)
-        threading.Thread(target=self._run, name="kv from nixl", daemon=True).start()
+        start_thread("kv from nixl", self._run)
 
     def holds(self, offset: int, nbytes: int) -> bool:
         """See payloads.Source."""
@@ -138,13 +137,13 @@ class NixlSlab:
             self._call(self._end, reason)
             self._drain()
             if agent is not None:
-                agent.close()
+                (agent.abandon if self._under_way else agent.close)()
             self._call(self._go)
 
     def _serve(self, agent: Agent, peer: str) -> None:
         self._call(_settle, self._met, None)
         is_said = False
-        while self._take_orders():
+        while self._take_orders() and not is_leaving.is_set():
             while self._waiting and self._free:
                 self._begin(agent, peer, self._waiting.pop(0))
             self._look()
@@ -198,7 +197,7 @@ class NixlSlab:
     def _drain(self) -> None:
         """Reads that nobody waits for keep the agent until they are over: the peer's death, or UCX's own watch on
         whether it lives, ends each of them."""
-        while self._under_way:
+        while self._under_way and not is_leaving.is_set():
             with contextlib.suppress(PeerError):
                 for read, reading in list(self._under_way.items()):
                     del self._under_way[read]

@@ -27,6 +27,8 @@ from kvoy.transport.payloads import Source, copy_and_hash
 TOKEN_BYTES = 16
 MAX_SLABS = 64
 """Of all prefill pods together; more are turned away, and send over gRPC."""
+_PREFIX = "kvoy-shm-"
+_SOCKET = "slabs"
 _GREETING_S = 5.0
 """What the other end has for its part of the introduction."""
 _TAKEN = b"+"
@@ -78,11 +80,14 @@ class ShmSources:
 
     def __init__(self) -> None:
         """OSError where there is no place for the socket."""
-        self._directory = tempfile.mkdtemp(prefix="kvoy-shm-")
+        _sweep(Path(tempfile.gettempdir()))
+        self._directory = tempfile.mkdtemp(prefix=_PREFIX)
+        self._lock = -1
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._slabs: dict[bytes, SharedMemory] = {}
         try:
-            path = str(Path(self._directory, "slabs"))
+            self._lock = _locked(self._directory)
+            path = str(Path(self._directory, _SOCKET))
             self._listener.setblocking(False)
             self._listener.bind(path)
             self._listener.listen(MAX_SLABS)
@@ -108,6 +113,9 @@ class ShmSources:
         self._slabs.clear()
         self._listener.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     async def _host(self, connection: socket.socket) -> None:
         """One prefill pod, as long as it is there."""
@@ -130,6 +138,34 @@ class ShmSources:
         if len(self._slabs) >= MAX_SLABS or token in self._slabs:
             raise PeerError("there is no place for another one", "busy")
         self._slabs[token] = slab
+
+
+def _sweep(parent: Path) -> None:
+    """Removes what pods of this user that were killed have left there. Whoever lives holds the lock of its directory,
+    from before there is a socket. The socket is a file, and not a name in the kernel that ends with its pod, for such
+    names are seen within one network namespace only, and pods of one host that share a directory have one each."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        path = directory / _SOCKET
+        with contextlib.suppress(OSError):
+            found = directory.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and stat.S_ISSOCK(path.lstat().st_mode):
+                lock = _locked(directory)
+                try:
+                    path.unlink()
+                    directory.rmdir()  # it must be empty: what else is there is nobody's we know
+                finally:
+                    os.close(lock)
+
+
+def _locked(directory: Path | str) -> int:
+    """A descriptor that holds the directory's lock; OSError if somebody has it."""
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 async def _introduced(connection: socket.socket) -> tuple[bytes, SharedMemory]:

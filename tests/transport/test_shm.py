@@ -6,6 +6,8 @@ import logging
 import mmap
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -194,3 +196,30 @@ async def test_a_source_that_is_not_known_ends_the_stream(serve, channels, sourc
     with pytest.raises(Exception, match="cannot reach the sender's memory"):
         await anext(stream.messages())
     await connector.close()
+
+
+async def test_what_killed_pods_have_left_is_removed_by_the_next_one_and_nothing_else(tmp_path, monkeypatch, peer):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    victim, _ = await peer("take", "shm")
+    await peer("take", "shm")
+    (left,) = (path.parent for path in tmp_path.glob("*/slabs") if holds(victim.pid, path.parent))
+    victim.kill()
+    await victim.wait()
+    fresh, foreign, full, other = (tmp_path / f"{name}" for name in ("kvoy-shm-a", "kvoy-shm-b", "kvoy-shm-c", "x-d"))
+    for directory in (fresh, foreign, full, other):
+        directory.mkdir()
+    (foreign / "slabs").write_text("no socket")
+    for directory in (full, other):
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.bind(str(directory / "slabs"))
+    (full / "more").write_text("somebody's")
+    (tmp_path / "kvoy-shm-e").symlink_to(other)
+    before = set(tmp_path.iterdir())
+    async with shm_sources():
+        assert before - set(tmp_path.iterdir()) == {left}
+        assert (other / "slabs").exists()
+
+
+def holds(pid: int, directory: Path) -> bool:
+    return directory in {fd.readlink() for fd in Path(f"/proc/{pid}/fd").iterdir()}
