@@ -5,6 +5,7 @@ processes are shared by the tests of this module, but for those that end one.
 """
 
 import asyncio
+import importlib.util
 import json
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -224,16 +225,20 @@ async def test_pods_of_one_host_hand_over_by_shared_memory(pods: Pods, router: R
     assert not socket_folder.exists()
 
 
-async def test_pods_hand_over_by_a_connection_beside_grpc(pods: Pods, router: Router) -> None:
-    ends = [pods.stage.service(role, **ENGINE, transport="tcp") for role in ("prefill", "decode")]
+@pytest.mark.parametrize("transport", ["tcp", "nixl"] if importlib.util.find_spec("nixl_cu12") else ["tcp"])
+async def test_pods_hand_over_by_a_connection_beside_grpc(
+    pods: Pods, router: Router, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    ends = [pods.stage.service(role, **ENGINE, transport=transport) for role in ("prefill", "decode")]
     addresses = {role: end.ready()["grpc"] for role, end in zip(("prefill", "decode"), ends, strict=True)}
     pair = replace(pods, addresses={**pods.addresses, **addresses})
     for name in ("chat_turns3", "block_edge_31"):
-        outcome = await ask(pair, router, CASES[name], f"{name}-beside")
+        outcome = await ask(pair, router, CASES[name], f"{name}-by-{transport}")
         assert outcome.token_ids == CASES[name]["output_ids"]
         assert outcome.reservation is not None
-        assert [offer.name for offer in outcome.reservation.transports] == ["tcp"]
-    assert "do without tcp" not in ends[0].stderr
+        assert [offer.name for offer in outcome.reservation.transports] == [transport]
+    assert f"do without {transport}" not in ends[0].stderr
     assert all(end.terminate() == 0 for end in ends)
 
 
