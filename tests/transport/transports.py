@@ -27,7 +27,8 @@ from kvoy.transport.streams import race
 from kvoy.transport.tcp import TcpLink, TcpSources
 from tests.transport.handlers import Ingest
 
-os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+os.environ.setdefault("UCX_TLS", "tcp,self")
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
 
 
 @dataclass(frozen=True, slots=True)
