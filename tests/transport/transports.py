@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,8 +154,11 @@ def descriptors() -> int:
 
 def threads() -> int:
     """What this process has of a transport's own, by Python's names and by UCX's."""
-    of_ucx = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "async"]
-    return len([each for each in threading.enumerate() if each.name.startswith("kv ")]) + len(of_ucx)
+    of_ucx = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            of_ucx += (task / "comm").read_text().strip() == "async"
+    return len([each for each in threading.enumerate() if each.name.startswith("kv ")]) + of_ucx
 
 
 def held() -> tuple[int, int, int]:
