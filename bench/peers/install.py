@@ -4,6 +4,7 @@ Owns the folders ``bench/<name>-<version>`` of kvoy's cache: one is complete whe
 anew. Which packages a peer needs is in recipes.py.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kvoy.core.errors import ConfigError
 from kvoy.engine.cache import cache_folder, default_cache_dir, locked
 
 _MARK = ".complete"
+_DEBIAN = "debian"
 
 
 def bench_cache() -> Path:
@@ -44,6 +46,12 @@ def python_of(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
+def library_path(folder: Path) -> str:
+    """Where a peer finds the shared libraries that were unpacked for it: a value of LD_LIBRARY_PATH, maybe empty."""
+    found = {library.parent for library in (folder / _DEBIAN).rglob("*.so.*")}
+    return ":".join(map(str, sorted(found)))
+
+
 def _install(recipe: PythonRecipe | NpmRecipe, folder: Path, console: Console) -> None:
     if isinstance(recipe, NpmRecipe):
         if shutil.which("npm") is None:
@@ -60,13 +68,31 @@ def _install(recipe: PythonRecipe | NpmRecipe, folder: Path, console: Console) -
     _run([*pip, "install", *recipe.pip_options, *recipe.packages], recipe, console)
     if recipe.unwanted:
         _run([*pip, "uninstall", "--yes", *recipe.unwanted], recipe, console)
-    _run([python, "-c", f"import {recipe.module}"], recipe, console)
+    if recipe.debian:
+        _unpack_debian(recipe, folder / _DEBIAN, console)
+    _run([python, "-c", f"import {recipe.module}"], recipe, console, folder)
 
 
-def _run(command: Sequence[str], recipe: PythonRecipe | NpmRecipe, console: Console) -> None:
-    """Run it to its end, its last line beside a spinner; ConfigError with what it complained about."""
+def _unpack_debian(recipe: PythonRecipe, folder: Path, console: Console) -> None:
+    """The libraries alone: nothing of the packages is run, and the system stays as it is."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        raise ConfigError(
+            f"{recipe.title} needs libraries of Debian's packages {', '.join(recipe.debian)}, and there is no apt-get "
+            "to fetch them"
+        )
+    folder.mkdir()
+    _run(["apt-get", "download", *recipe.debian], recipe, console, folder)
+    for package in sorted(folder.glob("*.deb")):
+        _run(["dpkg-deb", "--extract", str(package), str(folder)], recipe, console)
+
+
+def _run(
+    command: Sequence[str], recipe: PythonRecipe | NpmRecipe, console: Console, folder: Path | None = None
+) -> None:
+    """Run it to its end, in ``folder`` and with the libraries there, its last line beside a spinner; ConfigError with
+    what it complained about."""
     lines: list[str] = []
-    with console.status(f"{recipe.title} …") as status, _started(command) as process:
+    with console.status(f"{recipe.title} …") as status, _started(command, folder) as process:
         try:
             for line in filter(None, map(str.strip, process.stdout or ())):
                 lines.append(line)
@@ -81,9 +107,16 @@ def _run(command: Sequence[str], recipe: PythonRecipe | NpmRecipe, console: Cons
         )
 
 
-def _started(command: Sequence[str]) -> subprocess.Popen[str]:
+def _started(command: Sequence[str], folder: Path | None) -> subprocess.Popen[str]:
+    libraries = library_path(folder) if folder else ""
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | ({"LD_LIBRARY_PATH": libraries} if libraries else {}),
     )
 
 

@@ -1,6 +1,7 @@
 """A peer as a process: start its driver, give it one order at a time, end it, whatever happens.
 
-Owns the processes and where their complaints go. What an order means is in drivers/protocol.py.
+Owns the processes and where their complaints go. What an order means is in drivers/protocol.py, or
+drivers/transfer.py.
 """
 
 import json
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from bench.peers.drivers.protocol import Setup
+from bench.peers.drivers.transfer import PodSetup, TransferSetup
 from kvoy.core.errors import PeerError
 
 _LAST_LINES = 8
@@ -30,7 +32,7 @@ class DriverCommand:
     name: str
     python: Path
     module: str
-    setup: Setup
+    setup: Setup | TransferSetup | PodSetup
     environment: Mapping[str, str]
 
 

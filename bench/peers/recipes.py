@@ -26,6 +26,8 @@ class PythonRecipe:
     unwanted: tuple[str, ...] = ()
     """Uninstalled afterwards: builds that do not fit the torch that comes with the peer."""
     pip_options: tuple[str, ...] = ()
+    debian: tuple[str, ...] = ()
+    """Debian's packages of shared libraries that the peer loads; unpacked into its folder, where nobody needs root."""
 
     @property
     def title(self) -> str:
@@ -93,4 +95,29 @@ def llamacpp() -> NpmRecipe:
         package=f"@node-llama-cpp/{name}@3.21.1",
         libraries=f"node_modules/@node-llama-cpp/{name}/bins/{name}",
         size="30 MB",
+    )
+
+
+def mooncake() -> PythonRecipe:
+    """What it depends on serves parts of it that are not used here."""
+    return PythonRecipe(
+        name="mooncake",
+        version="0.3.13.post1",
+        packages=("mooncake-transfer-engine-non-cuda==0.3.13.post1",),
+        module="mooncake.engine",
+        size="150 MB",
+        pip_options=("--no-deps",),
+        debian=("libibverbs1", "librdmacm1", "libnl-3-200", "libnl-route-3-200"),
+    )
+
+
+def nixl() -> PythonRecipe:
+    """It says that it needs torch, and does not for memory that is no tensor's."""
+    return PythonRecipe(
+        name="nixl",
+        version="1.5.1",
+        packages=("nixl-cu12==1.5.1", "numpy"),
+        module="nixl_cu12",
+        size="350 MB",
+        pip_options=("--no-deps",),
     )
