@@ -15,6 +15,8 @@ from kvoy.engine.weights import load_weights
 from kvoy.runtime.engine_client import EngineClient
 
 POOL_BYTES = 200 << 20
+COMPILER_BYTES = 200_000_000
+"""What Numba and LLVM take, and keep, in a process that compiles every op: some 180 MB."""
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -45,7 +47,7 @@ async def memory_of_a_worker(model: str, dtype: str) -> tuple[int, int, int]:
 async def test_the_peak_is_within_its_bound_where_every_op_is_compiled_first(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     peak, _, weights = await memory_of_a_worker("smollm2-135m", "bf16")
-    assert peak <= 2 * weights + POOL_BYTES + REST_BYTES
+    assert peak <= 2 * weights + POOL_BYTES + REST_BYTES + COMPILER_BYTES
 
 
 @pytest.mark.parametrize(

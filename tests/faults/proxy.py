@@ -138,15 +138,16 @@ class Proxy:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         frames = DataFrames(self._wants_flip)
-        self._keep(self._join(reader, writer, self.target, frames.pass_on))
+        self._keep(writer, self._join(reader, writer, self.target, frames.pass_on))
 
     async def _connected_beside(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._keep(self._join(reader, writer, self.beside.get(self.target, NOWHERE), self._beside_frames))
+        self._keep(writer, self._join(reader, writer, self.beside.get(self.target, NOWHERE), self._beside_frames))
 
-    def _keep(self, joined: Coroutine[None, None, None]) -> None:
+    def _keep(self, writer: asyncio.StreamWriter, joined: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(joined)
         self._joined.add(task)
         task.add_done_callback(self._joined.discard)
+        task.add_done_callback(lambda _: writer.transport.abort())  # it may be cut before it begins
 
     async def _join(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: str, change: Callable[[bytes], bytes]
@@ -170,7 +171,8 @@ class Proxy:
             pass  # the target is gone, or this connection is cut: both ends see it
         finally:
             for end in ends:
-                end.transport.abort()
+                end.transport.abort()  # all at once: it may be cut again while it waits
+            for end in ends:
                 with contextlib.suppress(OSError):
                     await end.wait_closed()
 

@@ -106,3 +106,17 @@ async def test_a_target_that_is_gone_is_a_broken_connection(link: Proxy) -> None
     link.target = NOWHERE
     async with joined(link) as (reader, _):
         assert await breaks(reader)
+
+
+async def test_what_is_cut_before_it_is_joined_and_cut_again_is_closed() -> None:
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with server, proxy(f"{host}:{port}") as link:
+        for _ in range(50):
+            async with joined(link) as (reader, _):
+                while not link.cuts:
+                    link.cut()
+                    link.cut()
+                    await asyncio.sleep(0)
+                link.cuts = 0
+                assert await asyncio.wait_for(breaks(reader), 5.0)
