@@ -207,6 +207,15 @@ class SayToSender:
     message: ReceiverMessage
 
 
+@dataclass(frozen=True, slots=True)
+class NoteExposed:
+    """Metrics: a request that was handed over took its first step so long after the end of its prefill."""
+
+    seconds: float
+
+
 SharedAction = RunStep | ExportBlocks | ImportSlot | LookUpStore | FetchFromStore | PutToStore | Announce
 PrefillAction = SharedAction | OpenHandoff | SendFrame | SendCommit | CloseHandoff | WorkStarted | WorkDone | WorkFailed
-DecodeAction = SharedAction | SayReserved | SayRejected | SayOutputs | ImportFrame | DropFrame | SayToSender
+DecodeAction = (
+    SharedAction | SayReserved | SayRejected | SayOutputs | ImportFrame | DropFrame | SayToSender | NoteExposed
+)

@@ -1,112 +1,122 @@
 """Totals since a brain's start: what /metrics shows. Every path that is not the usual one ends in one of these.
 
-A field added here appears in /metrics by its name; a field renamed is a series renamed.
+A field added here appears in /metrics by its name, with its help; a field renamed is a series renamed.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
+
+SHOWN_ELSEWHERE = "shown elsewhere"
+
+
+def total(help: str, unit: str = "1") -> Any:  # noqa: A002  - the usual word for it
+    """A field that counts from 0: what /metrics says of it, and its unit (UCUM, as telemetry has it)."""
+    return field(default=0, metadata={"help": help, "unit": unit})
+
+
+def hidden() -> Any:
+    """A field that /metrics does not show, for the service shows it by transport, which no brain knows."""
+    return field(default=0, metadata={"unit": SHOWN_ELSEWHERE})
+
+
+def shown(counters: type["PrefillCounters"] | type["DecodeCounters"]) -> list[Field[Any]]:
+    """The fields that /metrics shows."""
+    return [each for each in fields(counters) if each.metadata["unit"] != SHOWN_ELSEWHERE]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCounters:
     """Of a prefill pod. Each work submitted ends in exactly one of ``done``, ``failed_*``."""
 
-    submitted: int = 0
-    done: int = 0
-    failed_too_large: int = 0
-    failed_busy: int = 0
-    failed_deadline: int = 0
-    failed_draining: int = 0
-    failed_refused_by_decode: int = 0
-    failed_decode_lost: int = 0
-    failed_invalid: int = 0
-    failed_cancelled: int = 0
-    steps: int = 0
-    prefilled_tokens: int = 0
-    """Prompt tokens computed."""
-    generated_tokens: int = 0
-    """Tokens sampled here: the first of each request."""
-    cache_asked_tokens: int = 0
-    """Tokens of requests that were given blocks: what the pool's prefix cache could have held."""
-    cache_hit_tokens: int = 0
-    """Of these, tokens whose KV it did hold."""
-    reloaded_tokens: int = 0
-    frames_shipped: int = 0
-    frames_resent: int = 0
-    """For damage, or because a stream broke before they were acknowledged."""
-    bytes_shipped: int = 0
-    """Each frame once, however often it was sent."""
-    handoffs_opened: int = 0
-    handoffs_lost: int = 0
-    """Streams that broke, or on which the decode pod owed an answer for too long."""
-    handoffs_resumed: int = 0
-    """Streams that went on where one before them broke."""
-    resumed_blocks: int = 0
-    """Blocks that did not have to be sent again, over all streams that went on."""
-    credit_waits: int = 0
-    """Times that a handoff had a frame to send, and a slot, but no credit."""
-    credit_wait_seconds: float = 0.0
-    store_put_blocks: int = 0
-    store_skipped_blocks: int = 0
-    """Blocks not put to the kvstore because slots were short."""
-    late_answers: int = 0
-    """Said by a peer, a store or the transport about something that had ended; ignored."""
+    submitted: int = total("Works that routers gave to this pod.", "{request}")
+    done: int = total("Works that ended with all KV at the decode pod.", "{request}")
+    failed_too_large: int = total("Works that can never fit into this pod.", "{request}")
+    failed_busy: int = total("Works turned away because too many wait here.", "{request}")
+    failed_deadline: int = total("Works whose deadline passed.", "{request}")
+    failed_draining: int = total("Works turned away because this pod leaves.", "{request}")
+    failed_refused_by_decode: int = total("Works whose handoff the decode pod refused.", "{request}")
+    failed_decode_lost: int = total("Works whose decode pod could not be reached for too long.", "{request}")
+    failed_invalid: int = total("Works that make no sense here, such as those of another model.", "{request}")
+    failed_cancelled: int = total("Works that their router took back.", "{request}")
+    steps: int = total("Steps of the engine.", "{step}")
+    prefilled_tokens: int = total("Prompt tokens computed.", "{token}")
+    generated_tokens: int = total("Tokens sampled here: the first of each request.", "{token}")
+    cache_asked_tokens: int = total("Prompt tokens that the prefix cache could have held.", "{token}")
+    cache_hit_tokens: int = total("Of these, tokens whose KV it did hold.", "{token}")
+    reloaded_tokens: int = total("Prompt tokens whose KV came from the kvstore.", "{token}")
+    frames_shipped: int = hidden()
+    """Each frame once, however often it was sent, as ``bytes_shipped``."""
+    frames_resent: int = total(
+        "Frames sent again, for damage or because a stream broke before they were acknowledged.", "{frame}"
+    )
+    bytes_shipped: int = hidden()
+    handoffs_opened: int = total("Handoffs begun.", "{handoff}")
+    handoffs_lost: int = total(
+        "Streams that broke, or on which the decode pod owed an answer for too long.", "{stream}"
+    )
+    handoffs_resumed: int = total("Streams that went on where one before them broke.", "{stream}")
+    resumed_blocks: int = total("Blocks that were not sent again when a stream went on where one broke.", "{block}")
+    credit_waits: int = total("Times that a handoff had a frame to send, and a slot, but no credit.", "{wait}")
+    credit_wait_seconds: float = total("Time that handoffs waited for a credit; counted when a wait ends.", "s")
+    store_put_blocks: int = total("Blocks given to the kvstore.", "{block}")
+    store_skipped_blocks: int = total("Blocks not given to the kvstore because slots were short.", "{block}")
+    late_answers: int = total(
+        "Words of a peer, a kvstore or a transport about something that had ended; ignored.", "{message}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCounters:
     """Of a decode pod. Each request asked for ends in exactly one of ``finished_*``, ``rejected_*``."""
 
-    asked: int = 0
-    finished_stop: int = 0
-    finished_length: int = 0
-    finished_cancelled: int = 0
-    rejected_too_large: int = 0
-    rejected_busy: int = 0
-    rejected_deadline: int = 0
-    rejected_lease_expired: int = 0
-    """Leases that ended for want of KV."""
-    rejected_invalid: int = 0
-    rejected_draining: int = 0
-    steps: int = 0
-    prefilled_tokens: int = 0
-    """Tokens computed by prefill rows: 0 on a pod to which everything is handed over and that never preempts."""
-    generated_tokens: int = 0
-    """Tokens sampled here; the first of a request that was handed over was sampled by its prefill pod."""
-    cache_asked_tokens: int = 0
-    """Tokens of requests that were given blocks: what the pool's prefix cache could have held."""
-    cache_hit_tokens: int = 0
-    """Of these, tokens whose KV it did hold."""
-    preemptions: int = 0
-    renewals: int = 0
-    handoffs_opened: int = 0
-    handoffs_committed: int = 0
-    handoffs_refused: int = 0
-    handoffs_lost: int = 0
-    """Streams that broke, or whose sender opened another one."""
-    handoffs_resumed: int = 0
-    """Streams that went on where one before them broke."""
-    resumed_blocks: int = 0
-    """Blocks that had come and did not have to come again, over all streams and epochs that went on."""
-    exposed_seconds: float = 0.0
-    """From the end of a prompt's last step on its prefill pod to the start of its first step here, summed."""
-    frames_received: int = 0
-    bytes_received: int = 0
-    """Of the frames in the pool; what was dropped is not in it."""
-    frames_nacked: int = 0
-    frames_dropped_corrupt: int = 0
-    """Their header could not be believed, or what came into the slot was not what was sent."""
-    frames_dropped_old_epoch: int = 0
-    frames_dropped_old_attempt: int = 0
-    """Of a stream whose handoff goes on over another one."""
-    frames_dropped_no_lease: int = 0
-    frames_dropped_duplicate: int = 0
-    frames_dropped_invalid: int = 0
-    store_put_blocks: int = 0
-    store_skipped_blocks: int = 0
-    """Blocks not put to the kvstore because slots were short or the blocks gone."""
-    late_answers: int = 0
-    """Said about a request or handoff that had ended; ignored."""
+    asked: int = total("Requests that routers asked this pod to take.", "{request}")
+    finished_stop: int = total("Requests that ended with a stop token.", "{request}")
+    finished_length: int = total("Requests that ended because they had all the tokens they may have.", "{request}")
+    finished_cancelled: int = total("Requests that their router took back.", "{request}")
+    rejected_too_large: int = total("Requests that can never fit into this pod.", "{request}")
+    rejected_busy: int = total("Requests turned away because too many wait here.", "{request}")
+    rejected_deadline: int = total("Requests whose deadline passed.", "{request}")
+    rejected_lease_expired: int = total("Requests whose KV did not come for longer than a lease.", "{request}")
+    rejected_invalid: int = total("Requests that make no sense here, such as those of another model.", "{request}")
+    rejected_draining: int = total("Requests turned away because this pod leaves.", "{request}")
+    steps: int = total("Steps of the engine.", "{step}")
+    prefilled_tokens: int = total("Prompt tokens computed here.", "{token}")
+    """0 on a pod to which everything is handed over and that never preempts."""
+    generated_tokens: int = total("Tokens sampled here.", "{token}")
+    """The first of a request that was handed over was sampled by its prefill pod."""
+    cache_asked_tokens: int = total("Tokens that the prefix cache could have held.", "{token}")
+    cache_hit_tokens: int = total("Of these, tokens whose KV it did hold.", "{token}")
+    preemptions: int = total("Times that a running request gave up its blocks to an older one.", "{request}")
+    renewals: int = total("Reservations made anew for a request whose prefill pod was lost.", "{request}")
+    handoffs_opened: int = total("Handoffs begun.", "{handoff}")
+    handoffs_committed: int = total("Handoffs that ended with all KV here.", "{handoff}")
+    handoffs_refused: int = total("Handoffs, or streams of them, that were refused.", "{handoff}")
+    handoffs_lost: int = total("Streams that broke, or whose sender opened another one.", "{stream}")
+    handoffs_resumed: int = total("Streams that went on where one before them broke.", "{stream}")
+    resumed_blocks: int = total(
+        "Blocks that had come and did not have to come again when a stream, or another prefill pod, went on.", "{block}"
+    )
+    frames_received: int = hidden()
+    """In the pool, as ``bytes_received``; what was dropped is not in it."""
+    bytes_received: int = hidden()
+    frames_nacked: int = total("Times that a frame was asked for again.", "{frame}")
+    frames_dropped_corrupt: int = total(
+        "Frames with a bad checksum, of the header or of what came into the slot; each is asked for again.", "{frame}"
+    )
+    frames_dropped_lost: int = total(
+        "Frames whose payload did not come, because their stream broke or the sender's memory was out of reach.",
+        "{frame}",
+    )
+    frames_dropped_old_epoch: int = total("Frames of an earlier attempt at their request.", "{frame}")
+    frames_dropped_old_attempt: int = total("Frames of a stream whose handoff goes on over another one.", "{frame}")
+    frames_dropped_no_lease: int = total("Frames for a request that is not here, or no longer.", "{frame}")
+    frames_dropped_duplicate: int = total("Frames that were here already.", "{frame}")
+    frames_dropped_invalid: int = total("Frames that break the rules; their handoff was refused.", "{frame}")
+    store_put_blocks: int = total("Blocks given to the kvstore.", "{block}")
+    store_skipped_blocks: int = total(
+        "Blocks not given to the kvstore because slots were short or the blocks gone.", "{block}"
+    )
+    late_answers: int = total("Words about a request or handoff that had ended; ignored.", "{message}")
 
 
 class Tally:

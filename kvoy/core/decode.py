@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import assert_never
 
-from kvoy.core.actions import Announce, DecodeAction, RunStep, SayOutputs, SayRejected
+from kvoy.core.actions import Announce, DecodeAction, NoteExposed, RunStep, SayOutputs, SayRejected
 from kvoy.core.block_pool import BlockPool
 from kvoy.core.counters import DecodeCounters, Tally
 from kvoy.core.deadlines import Deadlines
@@ -266,8 +266,8 @@ class DecodeBrain:
                 request = self._ingest.imported(transfer_id)
                 self._join_if_complete(request, now, out)
                 self._reservations.imports_changed(request, now, out)
-            case FrameBad(transfer_id=transfer_id):
-                request = self._ingest.bad(transfer_id, out)
+            case FrameBad():
+                request = self._ingest.bad(event, out)
                 self._leases.extend(request, now)
                 self._reservations.imports_changed(request, now, out)
             case Exported(transfer_id=transfer_id):
@@ -306,6 +306,7 @@ class DecodeBrain:
             self._puts.use(self._ingest.credits.spare_slots, out)
         self._step(now, out)
         out.extend(SayOutputs(source, outputs) for source, outputs in self._outputs.take())
+        out.extend(map(NoteExposed, self._batch.take_exposed()))
         stored, removed = self._pool.take_changes()
         if stored or removed:
             out.append(Announce(stored, removed))

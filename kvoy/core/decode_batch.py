@@ -36,6 +36,7 @@ class DecodeBatch:
         self._chunk_tokens = chunk_tokens
         self._step_ids = count(1)
         self._step: _Step | None = None
+        self._exposed_s: list[float] = []
         self.running: list[DecodeRequest] = []
         """In order of arrival."""
 
@@ -108,10 +109,15 @@ class DecodeBatch:
         self._tally.add("generated_tokens", len(news))
         return news
 
+    def take_exposed(self) -> list[float]:
+        """How long after the end of their prefill requests took their first step, of those not told yet."""
+        taken, self._exposed_s = self._exposed_s, []
+        return taken
+
     def _note_first_step(self, request: DecodeRequest, started_at: float) -> None:
         request.report = replace(request.report, first_step_started_at=started_at)
         if request.prefill_ended_at:
-            self._tally.add("exposed_seconds", max(0.0, started_at - request.prefill_ended_at))
+            self._exposed_s.append(max(0.0, started_at - request.prefill_ended_at))
 
     def _note_chunk(self, request: DecodeRequest, chunk: Chunk) -> None:
         request.filled_tokens = chunk.end

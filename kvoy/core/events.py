@@ -164,6 +164,8 @@ class FrameBad:
     """Answers ImportFrame: what came into the slot is not what was sent. Nothing of it is in the pool."""
 
     transfer_id: int
+    is_lost: bool = False
+    """It did not come at all: the stream broke, or the sender's memory is out of reach."""
 
 
 @dataclass(frozen=True, slots=True)

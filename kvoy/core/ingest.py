@@ -15,7 +15,7 @@ from kvoy.core.counters import Tally
 from kvoy.core.credits import Credits, Stream
 from kvoy.core.decode_request import DecodeRequest, Phase
 from kvoy.core.errors import InvariantError
-from kvoy.core.events import CommitArrived, FrameArrived, HandoffLost
+from kvoy.core.events import CommitArrived, FrameArrived, FrameBad, HandoffLost
 from kvoy.core.fit import Fit
 from kvoy.core.frames import Committed, FrameHeader, HandoffKey, Nack, Opening, Refused
 from kvoy.core.handoff import FrameSize
@@ -130,11 +130,11 @@ class Ingest:
         self._go_on(item)
         return request
 
-    def bad(self, transfer_id: int, out: list[DecodeAction]) -> DecodeRequest:
-        """What came into the slot is not what was sent: nothing of it is in the pool, the slot is free, and the frame
-        is wanted again. Returns the request, which may be over."""
-        item = self._end_import(transfer_id)
-        self._tally.add("frames_dropped_corrupt")
+    def bad(self, event: FrameBad, out: list[DecodeAction]) -> DecodeRequest:
+        """What came into the slot is not what was sent, or nothing came: nothing of it is in the pool, the slot is
+        free, and the frame is wanted again. Returns the request, which may be over."""
+        item = self._end_import(event.transfer_id)
+        self._tally.add("frames_dropped_lost" if event.is_lost else "frames_dropped_corrupt")
         is_asked_for = item.receiver.untake(item.header)
         if is_asked_for and item.request.receiver is item.receiver:
             self._nack(item.receiver, item.header.seq, out)

@@ -16,6 +16,7 @@ NIXL = "nixl"
 SHM = "shm"
 """Transports. ``grpc``: payloads are in the frames. ``tcp``: the receiver asks for them over a connection of their own.
 ``nixl``: NIXL reads them, by RDMA where there is some. ``shm``: it copies them from the sender's slab."""
+TRANSPORTS = (GRPC, TCP, SHM, NIXL)
 
 IMPORTABLE = tuple(KvDtype)
 """What an engine turns into its pool's own format, unless that would quantise what is quantised already."""

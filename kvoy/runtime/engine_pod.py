@@ -6,11 +6,11 @@ What is the same for prefill and decode pods is here; what differs is a brain, i
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
-from kvoy.core.counters import DecodeCounters, PrefillCounters
+from kvoy.core.counters import DecodeCounters, PrefillCounters, shown
 from kvoy.core.errors import InvalidRequest
 from kvoy.core.events import DrainAsked
 from kvoy.core.types import KvSpec, ModelInfo, PodLoad, Request, SamplingParams
@@ -134,11 +134,18 @@ PREFIX_CACHE = {"vllm:prefix_cache_queries": "cache_asked_tokens", "vllm:prefix_
 
 def counter_table(role: str, counters: type[PrefillCounters] | type[DecodeCounters]) -> tuple[Instrument, ...]:
     """POD_TABLE, and an instrument for each total besides that the pod keeps."""
-    own = (*_own_names(counters), "store_failures", "events_dropped")
-    about = f"{role.capitalize()} pod, since its start"
+    of_pods = {row.name for row in POD_TABLE}
+    own = [each for each in shown(counters) if f"kvoy_{each.name}" not in of_pods]
     return (
         *POD_TABLE,
-        *(Instrument(f"kvoy_{role}_{name}", Kind.COUNTER, f"{about}: {name.replace('_', ' ')}.") for name in own),
+        *(
+            Instrument(f"kvoy_{role}_{each.name}", Kind.COUNTER, each.metadata["help"], each.metadata["unit"])
+            for each in own
+        ),
+        Instrument(f"kvoy_{role}_store_failures", Kind.COUNTER, "Calls to the kvstore that failed.", "{call}"),
+        Instrument(
+            f"kvoy_{role}_events_dropped", Kind.COUNTER, "Events of blocks that the event bus did not take.", "{event}"
+        ),
         Instrument("vllm:prefix_cache_queries", Kind.COUNTER, "Tokens looked up in the prefix cache.", "{token}"),
         Instrument("vllm:prefix_cache_hits", Kind.COUNTER, "Of these, tokens that it had.", "{token}"),
     )
@@ -147,17 +154,13 @@ def counter_table(role: str, counters: type[PrefillCounters] | type[DecodeCounte
 def watch_engine_pod(pod: PodRuntime, role: str, brain: CountingBrain, spec: KvSpec, store: StoreLink) -> None:
     """Ties ``counter_table`` to those who count."""
     watch_pod(pod.metrics, lambda: brain.load, spec.block_tokens)
-    for name in _own_names(type(brain.counters)):
+    of_pods = {row.name for row in POD_TABLE}
+    for name in (each.name for each in shown(type(brain.counters)) if f"kvoy_{each.name}" not in of_pods):
         pod.metrics.watch(f"kvoy_{role}_{name}", partial(_total, brain, name))
     for series, name in PREFIX_CACHE.items():
         pod.metrics.watch(series, partial(_total, brain, name))
     pod.metrics.watch(f"kvoy_{role}_store_failures", lambda: store.failures)
     pod.metrics.watch(f"kvoy_{role}_events_dropped", lambda: pod.presence.events_dropped)
-
-
-def _own_names(counters: type[PrefillCounters] | type[DecodeCounters]) -> list[str]:
-    shared = {row.name.removeprefix("kvoy_") for row in POD_TABLE}
-    return [field.name for field in fields(counters) if field.name not in shared]
 
 
 def _total(brain: CountingBrain, name: str) -> float:

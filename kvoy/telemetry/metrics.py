@@ -25,6 +25,8 @@ TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 """gen_ai.server.time_to_first_token."""
 TPOT_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 """gen_ai.server.time_per_output_token."""
+EXPOSED_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Of what should hide behind work and shows only where it does not: from a step's part to many steps."""
 TOKEN_BUCKETS = tuple(float(4**k) for k in range(14))
 """gen_ai.client.token.usage: powers of 4."""
 

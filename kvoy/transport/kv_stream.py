@@ -7,12 +7,13 @@ out and what its checksum covers is in frame_wire.py.
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from kvoy.core.errors import InvalidRequest, KvoyError, Overloaded, PeerError, Unavailable
 from kvoy.core.frames import Commit, Committed, FrameHeader, Opening, ReceiverMessage, Refused
 from kvoy.core.types import TransportOffer
+from kvoy.core.wire import GRPC
 from kvoy.transport.calls import CallerExchange, ClientExchange, decoded
 from kvoy.transport.channels import Channels
 from kvoy.transport.codec import kv
@@ -170,12 +171,21 @@ def _too_slow() -> KvoyError:
 
 class GrpcHandoffConnector:
     """HandoffConnector over gRPC. The caller keeps ``channels`` and closes it, but ``close`` closes ``links``. With
-    more than one stream per pod, further connections are this one's own, and handoffs take turns."""
+    more than one stream per pod, further connections are this one's own, and handoffs take turns. ``sent`` is told of
+    each frame that was sent: by which transport its payload goes, and how long it is."""
 
-    def __init__(self, channels: Channels, links: Links | None = None, *, streams: int = 1) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        links: Links | None = None,
+        *,
+        streams: int = 1,
+        sent: Callable[[str, int], None] | None = None,
+    ) -> None:
         self._more = [Channels() for _ in range(streams - 1)]
         self._turns = itertools.cycle((channels, *self._more))
         self._links = links or Links()
+        self._sent = sent
         self._open: weakref.WeakSet[SenderStream] = weakref.WeakSet()
 
     async def open(
@@ -184,7 +194,7 @@ class GrpcHandoffConnector:
         """See ports.HandoffConnector."""
         opening = await self._links.choose(opening, offers)
         exchange = ClientExchange(next(self._turns).to(address), address, PUSH_PATH, timeout_s)
-        stream = SenderStream(exchange, address, refers=not is_carried(opening))
+        stream = SenderStream(exchange, address, opening.transport, self._sent)
         await stream.send_opening(opening)
         self._open.add(stream)
         return stream
@@ -202,10 +212,17 @@ class SenderStream:
     """The sender's end of one handoff, over any exchange. One task may send while another reads; cancelling either
     cuts the handoff."""
 
-    def __init__(self, exchange: CallerExchange, address: str, *, refers: bool = False) -> None:
+    def __init__(
+        self,
+        exchange: CallerExchange,
+        address: str,
+        transport: str = GRPC,
+        sent: Callable[[str, int], None] | None = None,
+    ) -> None:
         self._exchange = exchange
         self._address = address
-        self._refers = refers
+        self._transport = transport
+        self._sent = sent
         self._closed = False
 
     async def send_opening(self, opening: Opening) -> None:
@@ -214,8 +231,11 @@ class SenderStream:
 
     async def send_frame(self, header: FrameHeader, payload: memoryview, offset: int = 0) -> None:
         """See ports.HandoffStream. Waits while the receiver does not take frames."""
-        wire = reference_to_wire(header, payload, offset) if self._refers else frame_to_wire(header, payload)
+        is_carried = self._transport == GRPC
+        wire = frame_to_wire(header, payload) if is_carried else reference_to_wire(header, payload, offset)
         await self._exchange.write(wire)
+        if self._sent is not None:
+            self._sent(self._transport, payload.nbytes)
 
     async def send_commit(self, commit: Commit) -> None:
         """See ports.HandoffStream."""

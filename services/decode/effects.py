@@ -4,7 +4,16 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvoy.core.actions import DecodeAction, DropFrame, ImportFrame, SayOutputs, SayRejected, SayReserved, SayToSender
+from kvoy.core.actions import (
+    DecodeAction,
+    DropFrame,
+    ImportFrame,
+    NoteExposed,
+    SayOutputs,
+    SayRejected,
+    SayReserved,
+    SayToSender,
+)
 from kvoy.core.errors import PeerError
 from kvoy.core.events import FrameBad
 from kvoy.engine.messages import ImportBlocks
@@ -17,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeEffects:
-    """Everything here returns at once."""
+    """Everything here returns at once. ``exposed`` takes the seconds of NoteExposed."""
 
     def __init__(
         self,
@@ -26,12 +35,15 @@ class DecodeEffects:
         ingest: Ingest,
         tasks: asyncio.TaskGroup,
         post: Callable[[FrameBad], None],
+        *,
+        exposed: Callable[[float], None],
     ) -> None:
         self._shared = shared
         self._sessions = sessions
         self._ingest = ingest
         self._tasks = tasks
         self._post = post
+        self._exposed = exposed
 
     def perform(self, action: DecodeAction) -> None:
         match action:
@@ -43,24 +55,24 @@ class DecodeEffects:
                 self._ingest.say(action)
             case SayReserved() | SayRejected() | SayOutputs():
                 self._sessions.say(action)
+            case NoteExposed(seconds):
+                self._exposed(seconds)
             case _:
                 self._shared.perform(action)
 
     async def _import(self, action: ImportFrame, payload: Payload) -> None:
         """The one copy of a frame on this side, into the slab that the engine reads; it is verified there."""
-        if await self._is_fetched(payload, self._shared.slot(action.slot, payload.nbytes)):
-            header = action.header
-            self._shared.import_blocks(
-                ImportBlocks(
-                    action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run
-                )
-            )
-        else:
-            self._post(FrameBad(action.transfer_id))
-
-    async def _is_fetched(self, payload: Payload, slot: memoryview) -> bool:
+        slot = self._shared.slot(action.slot, payload.nbytes)
         try:
-            return await payload.fetch(slot)
+            is_right = await payload.fetch(slot)
         except PeerError as error:
-            log.warning("a frame is asked for again: %s", error)
-            return False
+            log.info("a frame did not come: %s", error)
+            self._post(FrameBad(action.transfer_id, is_lost=True))
+            return
+        if not is_right:
+            self._post(FrameBad(action.transfer_id))
+            return
+        header = action.header
+        self._shared.import_blocks(
+            ImportBlocks(action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run)
+        )

@@ -5,9 +5,11 @@ here. Whether a frame is wanted is the brain's to say.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvoy.core.actions import SayToSender
+from kvoy.core.errors import PeerError
 from kvoy.core.events import CommitArrived, DecodeEvent, FrameArrived, HandoffLost, HandoffOpened
 from kvoy.core.frames import Commit, Committed, FrameHeader, HandoffKey, Refused
 from kvoy.runtime.loop import Inbox
@@ -55,13 +57,14 @@ class _Taken:
 
     payload: Payload
     arrivals: _Arrivals
+    received: Callable[[str, int], None]
 
     @property
     def nbytes(self) -> int:
         return self.payload.nbytes
 
     async def fetch(self, into: memoryview) -> bool:
-        """See payloads.Payload. False also when the stream ended first."""
+        """See payloads.Payload. PeerError also when the stream ended first."""
         fetch = asyncio.ensure_future(self.payload.fetch(into))
         self.arrivals.fetches.add(fetch)
         fetch.add_done_callback(self.arrivals.fetches.discard)
@@ -72,15 +75,21 @@ class _Taken:
             await asyncio.wait({fetch})
         finally:
             fetch.cancel()
-        return not fetch.cancelled() and fetch.result()
+        if fetch.cancelled():
+            raise PeerError("its stream ended before it was here", "sender_lost")
+        if fetch.result():
+            self.received(self.arrivals.stream.opening.transport, self.nbytes)
+        return fetch.result()
 
 
 class Ingest:
-    """IngestHandler of kvoy.transport.kv_stream. ``room`` is how many frames one stream may have waiting here."""
+    """IngestHandler of kvoy.transport.kv_stream. ``room`` is how many frames one stream may have waiting here;
+    ``received`` is told of each that is in its slot as it was sent: by which transport, and how long."""
 
-    def __init__(self, inbox: Inbox[DecodeEvent], room: int) -> None:
+    def __init__(self, inbox: Inbox[DecodeEvent], room: int, received: Callable[[str, int], None]) -> None:
         self._inbox = inbox
         self._room = room
+        self._received = received
         self._arrivals: dict[int, _Arrivals] = {}
         """Of each stream that is open or has payloads here."""
         self._welcomed: dict[HandoffKey, int] = {}
@@ -111,7 +120,7 @@ class Ingest:
     def take(self, stream: int, header: FrameHeader) -> Payload:
         """The payload of a frame that has arrived; it is here no more."""
         arrivals = self._arrivals[stream]
-        payload = _Taken(arrivals.take(header.seq), arrivals)
+        payload = _Taken(arrivals.take(header.seq), arrivals, self._received)
         self._clean(stream)
         return payload
 

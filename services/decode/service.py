@@ -1,5 +1,7 @@
 """Puts a decode pod together: engine, brain, effects and its two gRPC faces."""
 
+from functools import partial
+
 from kvoy.core.actions import DecodeAction
 from kvoy.core.counters import DecodeCounters
 from kvoy.core.decode import DecodeBrain, DecodeParams
@@ -7,8 +9,10 @@ from kvoy.core.events import DecodeEvent, Tick
 from kvoy.runtime.engine_effects import Engine, EngineEffects
 from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
+from kvoy.runtime.payload_count import PayloadCount, payload_table
 from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
+from kvoy.telemetry.metrics import EXPOSED_BUCKETS_S, Instrument, Kind
 from kvoy.transport.decode import decode_service
 from kvoy.transport.kv_stream import ingest_service
 from services.decode.config import DecodeConfig
@@ -17,7 +21,19 @@ from services.decode.ingest import Ingest
 from services.decode.payload_way import payload_way
 from services.decode.sessions import Sessions
 
-TABLE = counter_table("decode", DecodeCounters)
+EXPOSED = "kvoy_decode_exposed_seconds"
+TABLE = (
+    *counter_table("decode", DecodeCounters),
+    *payload_table("decode", "received", "that came into the staging slab as they were sent, by transport."),
+    Instrument(
+        EXPOSED,
+        Kind.HISTOGRAM,
+        "How much of a handoff showed: from the end of a prompt's last step on its prefill pod, by the clock there, "
+        "to the start of its first step here.",
+        "s",
+        buckets=EXPOSED_BUCKETS_S,
+    ),
+)
 
 
 def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineService:
@@ -41,10 +57,12 @@ def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineSer
     loop: BrainLoop[DecodeEvent, DecodeAction] = BrainLoop(brain, perform, Tick(), check=config.check)
     payloads = payload_way(pod, config)
     sessions = Sessions(loop, ready.model, lambda: pod.describe().address, payloads.offers)
-    ingest = Ingest(loop, room=engine.slab.slots)
+    ingest = Ingest(loop, room=engine.slab.slots, received=PayloadCount(pod.metrics, "decode", "received").add)
     store = StoreLink.through(pod)
     shared = EngineEffects(engine, store, pod, loop.post)
-    effects = DecodeEffects(shared, sessions, ingest, pod.tasks, loop.post)
+    effects = DecodeEffects(
+        shared, sessions, ingest, pod.tasks, loop.post, exposed=partial(pod.metrics.record, EXPOSED)
+    )
     watch_engine_pod(pod, "decode", brain, ready.kv_spec, store)
     faces = [decode_service(sessions), ingest_service(ingest, payloads.sources)]
     return EngineService(engine, brain, loop, shared, faces, sessions.fail)

@@ -10,6 +10,7 @@ from kvoy.core.wire import NIXL, SHM, TCP, WirePolicy
 from kvoy.runtime.engine_effects import Engine, EngineEffects
 from kvoy.runtime.engine_pod import EngineService, counter_table, frame_bytes, watch_engine_pod
 from kvoy.runtime.loop import BrainLoop
+from kvoy.runtime.payload_count import PayloadCount, payload_table
 from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
 from kvoy.transport.kv_stream import GrpcHandoffConnector
@@ -22,7 +23,10 @@ from services.prefill.config import PrefillConfig
 from services.prefill.effects import PrefillEffects
 from services.prefill.servicer import PrefillServicer
 
-TABLE = counter_table("prefill", PrefillCounters)
+TABLE = (
+    *counter_table("prefill", PrefillCounters),
+    *payload_table("prefill", "sent", "sent, by transport; what is sent again counts again."),
+)
 
 
 def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineService:
@@ -46,7 +50,10 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
     servicer = PrefillServicer(loop, ready.model)
     store = StoreLink.through(pod)
     shared = EngineEffects(engine, store, pod, loop.post)
-    connector = GrpcHandoffConnector(pod.channels, _links(config, engine), streams=config.handoff_streams)
+    sent = PayloadCount(pod.metrics, "prefill", "sent")
+    connector = GrpcHandoffConnector(
+        pod.channels, _links(config, engine), streams=config.handoff_streams, sent=sent.add
+    )
     effects = PrefillEffects(shared, servicer, connector, pod.tasks, loop.post)
     watch_engine_pod(pod, "prefill", brain, ready.kv_spec, store)
     return EngineService(engine, brain, loop, shared, [prefill_service(servicer)], servicer.fail, connector.close)

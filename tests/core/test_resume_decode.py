@@ -3,6 +3,7 @@
 from kvoy.core.actions import (
     DropFrame,
     ImportFrame,
+    NoteExposed,
     SayReserved,
     SayToSender,
 )
@@ -150,6 +151,16 @@ def test_a_bad_frame_frees_its_slot_and_is_asked_for_again():
     assert pod.outputs == [("r", (7,), None)]
 
 
+def test_a_frame_that_did_not_come_is_asked_for_again_and_no_bad_checksum():
+    pod = DecodePod()
+    pod.reserve(prompt=8)
+    pod.open()
+    pod.frame(0, 0)
+    pod.tell(FrameBad(pod.one(ImportFrame).transfer_id, is_lost=True))
+    assert said(pod) == [Nack(0)]
+    assert (pod.brain.counters.frames_dropped_corrupt, pod.brain.counters.frames_dropped_lost) == (0, 1)
+
+
 def test_the_last_frame_may_be_bad_after_the_commit():
     pod = DecodePod()
     load = pod.take_all_but_import()
@@ -203,4 +214,4 @@ def test_exposed_time_is_what_lies_between_the_two_pods_steps():
     pod.hand_over()
     pod.now = 1002.5
     pod.end_step()
-    assert pod.brain.counters.exposed_seconds == 0.5
+    assert pod.one(NoteExposed).seconds == 0.5

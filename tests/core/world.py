@@ -298,6 +298,8 @@ class World:
                 self._payload(number, header)
             case do.SayToSender(_, number, message):
                 self._say(self.streams[number], message)
+            case do.NoteExposed(seconds):
+                assert seconds >= 0
             case _:
                 self._perform_shared("d", action)
 

@@ -9,7 +9,7 @@ from kvoy.core.generate import RequestTiming
 from kvoy.core.types import DecodeReport, PrefillReport
 from tests.faults.site import Pace, Site, receive
 
-BYTES = "kvoy_decode_bytes_received"
+BYTES = "kvoy_decode_received_bytes"
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,17 @@ class Pod:
     """To a decode pod."""
 
     async def numbers(self) -> dict[str, float]:
-        """Every series of /metrics without labels."""
+        """Every series of /metrics; what has labels is summed."""
         try:
             text = await get(self.metrics_port, "/metrics")
         except OSError as error:
             raise AssertionError(f"{self.name} is gone; it said: {self.process.stderr[-4000:]}") from error
-        lines = (line.rpartition(" ") for line in text.splitlines() if line[:1] not in {"", "#"} and "{" not in line)
-        return {name.removesuffix("_total"): float(value) for name, _, value in lines}
+        numbers: Counter[str] = Counter()
+        for line in text.splitlines():
+            if line[:1] not in {"", "#"}:
+                series, _, value = line.rpartition(" ")
+                numbers[series.partition("{")[0].removesuffix("_total")] += float(value)
+        return dict(numbers)
 
     async def number(self, name: str) -> float:
         return (await self.numbers())[name]
@@ -280,7 +284,7 @@ async def receive(decode: Pod, blocks: int, since_bytes: float, pace: Pace) -> N
     """Returns when the decode pod has received so many blocks, or a frame more."""
 
     async def is_received() -> bool:
-        left = blocks - (await decode.number("kvoy_decode_bytes_received") - since_bytes) / pace.block_bytes
+        left = blocks - (await decode.number("kvoy_decode_received_bytes") - since_bytes) / pace.block_bytes
         decode.link.rate_bytes_s = pace.bytes_s if left > pace.near_blocks else pace.near_bytes_s
         return left <= 0
 

@@ -15,7 +15,7 @@ TOKENS = 385
 BLOCKS = SPEC.blocks_for(TOKENS)
 FRAMES = -(-BLOCKS // SLOT_BLOCKS)
 RECEIVED = "kvoy_decode_frames_received"
-SHIPPED = "kvoy_prefill_frames_shipped"
+SHIPPED = "kvoy_prefill_frames_sent"
 CORRUPT = "kvoy_decode_frames_dropped_corrupt"
 
 
@@ -39,6 +39,7 @@ async def counted(site: Site) -> tuple[float, float]:
 
 async def test_a_connection_cut_every_200_ms(site: Site) -> None:
     resumed = await site.total(site.decodes, "kvoy_decode_handoffs_resumed")
+    corrupt, _ = await counted(site)
     for pod in site.decodes:
         pod.link.rate_bytes_s = 60_000
     cuts = sum(pod.link.cuts for pod in site.decodes)
@@ -46,6 +47,7 @@ async def test_a_connection_cut_every_200_ms(site: Site) -> None:
         answer = await ask(site, prompt(TOKENS))
     assert sum(pod.link.cuts for pod in site.decodes) - cuts >= 3
     assert await site.total(site.decodes, "kvoy_decode_handoffs_resumed") > resumed
+    assert (await counted(site))[0] == corrupt
     assert answer.timing.prefill.computed_tokens == TOKENS
     assert answer.timing.prefill.shipped_blocks == answer.timing.decode.received_blocks == BLOCKS
 

@@ -99,7 +99,7 @@ async def answering(site: Site) -> AsyncIterator[Running]:
 
 async def at_decode(site: Site, blocks: int) -> tuple[Running, Pod]:
     """A request of which so many blocks have come, and the pod that has them."""
-    before = await site.each(site.decodes, "kvoy_decode_bytes_received")
+    before = await site.each(site.decodes, "kvoy_decode_received_bytes")
     for pod in site.decodes:
         pod.link.rate_bytes_s = PACE.bytes_s
     running = asked(site)

@@ -27,7 +27,7 @@ SMOLLM2 = Kind(
 )
 BLOCKS = SPEC.blocks_for(len(CASES["long_1k"]["prompt_ids"]))
 PACE = Pace(SPEC.block_bytes, bytes_s=20e6, near_blocks=4)
-SHIPPED = "kvoy_prefill_frames_shipped"
+SHIPPED = "kvoy_prefill_frames_sent"
 GROWTH_BYTES = 8 << 20
 """Less than four frames."""
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -44,6 +44,10 @@ class Shared:
         self.orders.append(order)
 
 
+def ignored(*_: object) -> None:
+    """What is measured."""
+
+
 class Gone:
     """The memory of a sender that has died."""
 
@@ -54,37 +58,40 @@ class Gone:
         raise PeerError("the sender is gone")
 
 
-async def imported(payload: object) -> tuple[Shared, Inbox]:
-    """What comes of one frame with this payload, into slot 1."""
+async def imported(payload: object) -> tuple[Shared, Inbox, list[tuple[str, int]]]:
+    """What comes of one frame with this payload, into slot 1, and what is counted of it."""
     inbox, shared = Inbox(), Shared()
-    ingest = Ingest(inbox, room=2)
+    received: list[tuple[str, int]] = []
+    ingest = Ingest(inbox, 2, lambda *frame: received.append(frame))
     async with asyncio.TaskGroup() as tasks:
-        effects = DecodeEffects(shared, None, ingest, tasks, inbox.post)
+        effects = DecodeEffects(shared, None, ingest, tasks, inbox.post, exposed=ignored)
         await ingest.opened(Stream())
         await ingest.frame(Stream(), FRAME, payload, intact=True)
         effects.perform(ImportFrame(7, FRAME, 1, 1, (3,)))
-    return shared, inbox
+    return shared, inbox, received
 
 
 async def test_what_was_sent_is_imported() -> None:
-    shared, inbox = await imported(RIGHT)
+    shared, inbox, received = await imported(RIGHT)
     assert shared.memory[SPEC.block_bytes :] == SENT
     assert shared.orders == [ImportBlocks(7, 1, (3,), 0, SPEC.layers)]
     assert FrameBad not in inbox.kinds
+    assert received == [("grpc", SPEC.block_bytes)]
 
 
-@pytest.mark.parametrize("payload", [WRONG, Referred(Gone(), 0, SPEC.block_bytes, 1)])
-async def test_what_is_not_what_was_sent_never_reaches_the_engine(payload: object) -> None:
-    shared, inbox = await imported(payload)
+@pytest.mark.parametrize(("payload", "is_lost"), [(WRONG, False), (Referred(Gone(), 0, SPEC.block_bytes, 1), True)])
+async def test_what_is_not_what_was_sent_never_reaches_the_engine(payload: object, is_lost: bool) -> None:
+    shared, inbox, received = await imported(payload)
     assert not shared.orders
-    assert inbox.events[-1] == FrameBad(7)
+    assert not received
+    assert inbox.events[-1] == FrameBad(7, is_lost)
 
 
 async def test_what_the_brain_does_not_want_is_forgotten() -> None:
     inbox = Inbox()
-    ingest = Ingest(inbox, room=1)
+    ingest = Ingest(inbox, 1, ignored)
     async with asyncio.TaskGroup() as tasks:
-        effects = DecodeEffects(Shared(), None, ingest, tasks, inbox.post)
+        effects = DecodeEffects(Shared(), None, ingest, tasks, inbox.post, exposed=ignored)
         await ingest.opened(Stream())
         await ingest.frame(Stream(), FRAME, RIGHT, intact=True)
         second = tasks.create_task(ingest.frame(Stream(), replace(FRAME, seq=1), RIGHT, intact=True))

@@ -11,6 +11,7 @@ from kvoy.core.actions import (
     SayReserved,
     SayToSender,
 )
+from kvoy.core.errors import PeerError
 from kvoy.core.events import (
     CommitArrived,
     FrameArrived,
@@ -66,7 +67,7 @@ def inbox() -> Inbox:
 
 @pytest.fixture
 def ingest(inbox: Inbox) -> Ingest:
-    return Ingest(inbox, room=2)
+    return Ingest(inbox, 2, lambda *_: None)
 
 
 async def test_a_payload_is_kept_until_it_is_taken(inbox: Inbox, ingest: Ingest) -> None:
@@ -109,7 +110,8 @@ async def test_what_is_on_its_way_ends_with_its_stream(inbox: Inbox, ingest: Ing
         await ingest.closed(stream, "the sender is gone")
     elif how == "refused":
         ingest.say(SayToSender(KEY, 1, Refused("cancelled")))
-    assert await fetch is False
+    with pytest.raises(PeerError, match="its stream ended"):
+        await fetch
     assert await ingest.take(1, frames[1]).fetch(into)  # what has come can still be used
     assert into == BYTES
 

@@ -192,7 +192,7 @@ async def test_metrics_are_there_from_the_start_and_count() -> None:
         await pods.router.generate(ask(prompt(40)), decode.address, prefill.address)
         assert value(pods, 0, "kvoy_prefilled_tokens_total") == 40
         assert value(pods, 0, "kvoy_prefill_done_total") == 1
-        assert value(pods, 0, "kvoy_prefill_bytes_shipped_total") == 10 * SPEC.block_bytes
+        assert value(pods, 0, 'kvoy_prefill_sent_bytes_total{transport="tcp"}') == 10 * SPEC.block_bytes
         assert value(pods, 1, "kvoy_prefilled_tokens_total") == 0
         assert value(pods, 1, "kvoy_decode_finished_length_total") == 1
         assert value(pods, 1, "kvoy_pool_blocks_cached") == 12

@@ -164,7 +164,7 @@ async def test_frames_that_point_outside_or_carry_a_payload_are_not_believed(sou
     stream = await connector.open(server.address, values.OPENING, 30, (sources.offer,))
     for seq, offset in enumerate((0, 4 * NBYTES, 2**64 - 1, 3 * NBYTES)):
         await stream.send_frame(values.header(seq), slab.slot(0), offset)
-    stream._refers = False
+    stream._transport = "grpc"
     await stream.send_frame(values.header(4), slab.slot(0))
     await until(lambda: len(handler.frames) == 5)
     assert [is_whole for _, _, is_whole in handler.frames] == [True, False, False, True, False]
