@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from bench.exposed_link import LinkSetup
 from bench.peers.drivers.protocol import Setup
 from bench.peers.drivers.transfer import PodSetup, TransferSetup
 from kvoy.core.errors import PeerError
@@ -32,7 +33,7 @@ class DriverCommand:
     name: str
     python: Path
     module: str
-    setup: Setup | TransferSetup | PodSetup
+    setup: Setup | TransferSetup | PodSetup | LinkSetup
     environment: Mapping[str, str]
 
 
