@@ -215,7 +215,7 @@ class Reservation:
     accepts: tuple[KvDtype, ...] = ()
     """What frames may carry besides ``kv_spec.dtype``: the pod turns it into that."""
     transports: tuple[TransportOffer, ...] = ()
-    """Ways for payloads besides gRPC, which is always there; the best first."""
+    """Ways for payloads besides gRPC, which is always there; the prefill pod chooses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ def wire_dtype(sender: KvDtype, receiver: KvDtype, accepts: Collection[KvDtype],
     return wanted if wanted in {*accepts, receiver} else receiver
 
 
-def choose_transport(offers: Sequence[TransportOffer], own: Collection[str]) -> TransportOffer | None:
-    """The first of the receiver's offers that the sender has, too; None: gRPC."""
-    return next((offer for offer in offers if offer.name in own), None)
+def choose_transport(offers: Sequence[TransportOffer], own: Sequence[str]) -> TransportOffer | None:
+    """The receiver's offer that the sender likes best; ``own`` are its transports, the best first. None: gRPC."""
+    known = [offer for offer in offers if offer.name in own]
+    return min(known, key=lambda offer: own.index(offer.name), default=None)

@@ -107,7 +107,7 @@ class _Option:
         """What a value looks like, for --help and for complaints."""
         choices = _choices(self.kind)
         if choices:
-            return "|".join(choices)
+            return "|".join(choices) + (", or several with commas between" if self.is_list else "")
         if self.is_size:
             return "bytes, or 512MiB, 1.5GiB, 2GB"
         return {int: "a whole number", float: "a number", bool: "true|false", str: "text"}[self.kind]
@@ -116,15 +116,30 @@ class _Option:
     def is_size(self) -> bool:
         return self.kind is int and self.name.endswith("_bytes")
 
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(self.kind) is tuple
+
     def read(self, text: str, source: str) -> Any:
         """The value that ``text`` stands for; ``source`` is the flag or variable to name in a complaint."""
         try:
-            value = self._reader()(text.strip())
+            value: Any = self._list(text, source) if self.is_list else self._reader()(text.strip())
         except (ValueError, KeyError, OverflowError):
             raise ConfigError(f"{source} is {text!r}, but it must be {self.wants}.") from None
         if self.at_least is not None and value < self.at_least:
             raise ConfigError(f"{source} is {text!r}, but it must be at least {self.at_least:g}.")
         return value
+
+    def _list(self, text: str, source: str) -> tuple[str, ...]:
+        """Different choices in the order given."""
+        values = tuple(word.strip() for word in text.split(","))
+        choices = _choices(self.kind)
+        for value in values:
+            if value not in choices:
+                raise ConfigError(f"{source} is {text!r}, but {value!r} is none of {', '.join(choices)}.")
+            if values.count(value) > 1:
+                raise ConfigError(f"{source} is {text!r}, but {value} is in it more than once.")
+        return values
 
     def _reader(self) -> Callable[[str], Any]:
         if isinstance(self.kind, type) and issubclass(self.kind, Enum):
@@ -184,6 +199,9 @@ def _option_of(item: Field[Any], kind: Any) -> _Option:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
+    """Of what there is to choose, one or, in a tuple, several."""
+    if typing.get_origin(kind) is tuple:
+        return _choices(typing.get_args(kind)[0])
     if typing.get_origin(kind) is Literal:
         return tuple(str(choice) for choice in typing.get_args(kind))
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -260,4 +278,6 @@ def _bool(text: str) -> bool:
 
 def _shown(value: Any) -> str:
     plain = value.value if isinstance(value, Enum) else value
+    if isinstance(plain, tuple):
+        return ",".join(plain)
     return str(plain).lower() if isinstance(plain, bool) else str(plain) or '""'

@@ -14,6 +14,7 @@ from kvoy.core.counters import DecodeCounters, PrefillCounters, shown
 from kvoy.core.errors import InvalidRequest
 from kvoy.core.events import DrainAsked
 from kvoy.core.types import KvSpec, ModelInfo, PodLoad, Request, SamplingParams
+from kvoy.core.wire import GRPC
 from kvoy.engine.messages import DEFAULT_POOL_BYTES, EngineSettings
 from kvoy.runtime.config import option
 from kvoy.runtime.engine_effects import Engine, EngineEffects
@@ -55,14 +56,23 @@ class EnginePodConfig(PodConfig):
     )
     context_tokens: int = option(0, "Cap on prompt and output together; 0 is what the model can do.", at_least=0)
     chunk_tokens: int = option(128, "Prompt tokens that one engine step may prefill.", at_least=1)
-    transport: Literal["tcp", "grpc", "shm", "nixl"] = option(
-        "tcp",
-        "How KV goes to or comes from pods that say the same, else it goes within gRPC: tcp is a connection of its "
-        "own beside gRPC, shm is shared memory, for pods of one host, nixl is RDMA by NIXL, an extra.",
+    transport: tuple[Literal["tcp", "grpc", "shm", "nixl"], ...] = option(
+        ("tcp",),
+        "By what KV may go between pods. A decode pod offers all that are named; a prefill pod takes the first of its "
+        "own that is offered and works, and gRPC if none does. tcp is a connection of its own beside gRPC, shm is "
+        "shared memory, for pods of one host, nixl is RDMA by NIXL, an extra.",
     )
     deterministic: bool = option(
         False, "Prove at the start that no request's output depends on what else is served, to the last bit; fp32 only."
     )
+
+    def __post_init__(self) -> None:
+        behind = self.transport[self.transport.index(GRPC) + 1 :] if GRPC in self.transport else ()
+        if behind:
+            raise ValueError(
+                f"--transport is {','.join(self.transport)}, but {behind[0]} would never be used behind grpc, which "
+                "always works."
+            )
 
     @property
     def engine(self) -> EngineSettings:

@@ -17,12 +17,18 @@ from kvoy.core.errors import PeerError
 from kvoy.core.types import TransportOffer
 from kvoy.transport.payloads import Source
 
+MAGIC_BYTES = 8
 TOKEN_BYTES = 16
 GREETING_S = 2.0
 """For an introduction, on either side."""
 _TAKEN = b"+"
+_BACKLOG = 256
 
 _log = logging.getLogger(__name__)
+
+
+async def _at_once() -> None:
+    """There is nothing to wait for."""
 
 
 class KnownSlab(Source, Protocol):
@@ -37,51 +43,30 @@ class KnownSlab(Source, Protocol):
         ...
 
 
-class Reception:
-    """The decode pod's end: slabs by token, and the listener where they are introduced. Serves from ``serve`` on, until
-    that is cancelled; then every connection is gone."""
+Receive = Callable[[socket.socket], Awaitable[tuple[bytes, KnownSlab]]]
+"""Makes a slab, with its token, of what a sender says behind its magic; PeerError if that is nothing."""
 
-    def __init__(
-        self, listen: str, most_slabs: int, receive: Callable[[socket.socket], Awaitable[tuple[bytes, KnownSlab]]]
-    ) -> None:
-        """Listens on host:port; OSError where that cannot be had. ``receive`` makes a slab, with its token, of what a
-        sender says first."""
+
+class Desk:
+    """Where one transport takes slabs in, and finds those that it has by their tokens."""
+
+    def __init__(self, most_slabs: int, receive: Receive, leave: Callable[[], Awaitable[None]]) -> None:
+        """Made by Reception. ``leave`` is waited for when the pod ends and every slab has ended."""
+        self.leave = leave
         self._most_slabs = most_slabs
         self._receive = receive
         self._slabs: dict[bytes, KnownSlab] = {}
-        host, _, port = listen.rpartition(":")
-        # Nobody else may take the port meanwhile, but a pod that restarts has it back at once.
-        self._listener = socket.create_server((host.strip("[]"), int(port)), family=_family(host), backlog=most_slabs)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
 
     def find(self, token: bytes) -> Source | None:
         """None: nobody is known by it, or no longer."""
         return self._slabs.get(token)
 
-    async def serve(self) -> None:
-        """Takes connections until it is cancelled."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as guests:
-            while True:
-                connection, _ = await loop.sock_accept(self._listener)
-                guest = guests.create_task(self._host(connection))
-                guest.add_done_callback(functools.partial(_close, connection))  # it may be cancelled before it begins
+    async def meet(self, connection: socket.socket) -> tuple[bytes, KnownSlab]:
+        """Who it is; PeerError or OSError if nobody."""
+        return await self._receive(connection)
 
-    def close(self) -> None:
-        """At any time, more than once."""
-        self._listener.close()
-
-    async def _host(self, connection: socket.socket) -> None:
+    async def keep(self, connection: socket.socket, token: bytes, slab: KnownSlab) -> None:
         """One prefill pod, as long as it is there."""
-        try:
-            async with asyncio.timeout(GREETING_S):
-                connection.setblocking(False)
-                _prepare(connection)
-                token, slab = await self._receive(connection)
-        except (PeerError, OSError, TimeoutError) as error:
-            _log.warning("a sender's connection was not taken: %s", str(error) or "it said nothing")
-            return
         try:
             if len(self._slabs) >= self._most_slabs or token in self._slabs:
                 _log.warning("a sender's connection was not taken: there is no place for another one")
@@ -95,6 +80,60 @@ class Reception:
                 del self._slabs[token]
             slab.cut()
             await slab.ended()
+
+
+class Reception:
+    """The decode pod's end: the one port where slabs are introduced, for all transports that do it so. Serves from
+    ``serve`` on, until that is cancelled; then every connection is gone."""
+
+    def __init__(self, listen: str) -> None:
+        """Listens on host:port; OSError where that cannot be had."""
+        self._desks: dict[bytes, Desk] = {}
+        host, _, port = listen.rpartition(":")
+        # Nobody else may take the port meanwhile, but a pod that restarts has it back at once.
+        self._listener = socket.create_server((host.strip("[]"), int(port)), family=_family(host), backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+
+    def open_desk(
+        self, magic: bytes, most_slabs: int, receive: Receive, leave: Callable[[], Awaitable[None]] = _at_once
+    ) -> Desk:
+        """For senders whose first MAGIC_BYTES bytes are ``magic``."""
+        self._desks[magic] = Desk(most_slabs, receive, leave)
+        return self._desks[magic]
+
+    async def serve(self) -> None:
+        """Takes connections until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as guests:
+                while True:
+                    connection, _ = await loop.sock_accept(self._listener)
+                    guest = guests.create_task(self._host(connection))
+                    guest.add_done_callback(
+                        functools.partial(_close, connection)
+                    )  # it may be cancelled before it begins
+        finally:
+            for desk in self._desks.values():
+                await desk.leave()
+
+    def close(self) -> None:
+        """At any time, more than once."""
+        self._listener.close()
+
+    async def _host(self, connection: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(GREETING_S):
+                connection.setblocking(False)
+                _prepare(connection)
+                desk = self._desks.get(await read_exactly(connection, MAGIC_BYTES))
+                if desk is None:
+                    raise PeerError("its first bytes are no introduction", "bad_source")
+                token, slab = await desk.meet(connection)
+        except (PeerError, OSError, TimeoutError) as error:
+            _log.warning("a sender's connection was not taken: %s", str(error) or "it said nothing")
+            return
+        await desk.keep(connection, token, slab)
 
 
 def _close(connection: socket.socket, _: asyncio.Task[None]) -> None:

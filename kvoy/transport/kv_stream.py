@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from kvoy.core.errors import InvalidRequest, KvoyError, Overloaded, PeerError, Unavailable
-from kvoy.core.frames import Commit, Committed, FrameHeader, Opening, ReceiverMessage, Refused
+from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, Opening, ReceiverMessage, Refused
 from kvoy.core.types import TransportOffer
 from kvoy.core.wire import GRPC
 from kvoy.transport.calls import CallerExchange, ClientExchange, decoded
@@ -19,7 +19,7 @@ from kvoy.transport.channels import Channels
 from kvoy.transport.codec import kv
 from kvoy.transport.codec.fields import parse
 from kvoy.transport.frame_wire import Frame, frame_to_wire, push_from_wire, reference_to_wire
-from kvoy.transport.links import Links
+from kvoy.transport.links import Links, Way
 from kvoy.transport.payloads import Payload, Source, Sources, is_carried, payload_of
 from kvoy.transport.ports import HandoffStream
 from kvoy.transport.rpc import Duplex, Exchange, Registration
@@ -192,10 +192,10 @@ class GrpcHandoffConnector:
         self, address: str, opening: Opening, timeout_s: float, offers: Sequence[TransportOffer] = ()
     ) -> HandoffStream:
         """See ports.HandoffConnector."""
-        opening = await self._links.choose(opening, offers)
+        way = await self._links.choose(opening, offers)
         exchange = ClientExchange(next(self._turns).to(address), address, PUSH_PATH, timeout_s)
-        stream = SenderStream(exchange, address, opening.transport, self._sent)
-        await stream.send_opening(opening)
+        stream = SenderStream(exchange, address, way, self._sent)
+        await stream.send_opening(way.opening)
         self._open.add(stream)
         return stream
 
@@ -210,49 +210,53 @@ class GrpcHandoffConnector:
 
 class SenderStream:
     """The sender's end of one handoff, over any exchange. One task may send while another reads; cancelling either
-    cuts the handoff."""
+    cuts the handoff. Without a ``way`` payloads are in the frames."""
 
     def __init__(
         self,
         exchange: CallerExchange,
         address: str,
-        transport: str = GRPC,
+        way: Way | None = None,
         sent: Callable[[str, int], None] | None = None,
     ) -> None:
         self._exchange = exchange
         self._address = address
-        self._transport = transport
+        self._way = way
+        self._transport = way.opening.transport if way is not None else GRPC
         self._sent = sent
         self._closed = False
 
     async def send_opening(self, opening: Opening) -> None:
         """The first message; said by the connector."""
-        await self._exchange.write(pb.PushRequest(opening=kv.opening_to_proto(opening)).SerializeToString())
+        await self._write(pb.PushRequest(opening=kv.opening_to_proto(opening)).SerializeToString())
 
     async def send_frame(self, header: FrameHeader, payload: memoryview, offset: int = 0) -> None:
         """See ports.HandoffStream. Waits while the receiver does not take frames."""
         is_carried = self._transport == GRPC
         wire = frame_to_wire(header, payload) if is_carried else reference_to_wire(header, payload, offset)
-        await self._exchange.write(wire)
+        await self._write(wire)
         if self._sent is not None:
             self._sent(self._transport, payload.nbytes)
 
     async def send_commit(self, commit: Commit) -> None:
         """See ports.HandoffStream."""
-        await self._exchange.write(pb.PushRequest(commit=kv.commit_to_proto(commit)).SerializeToString())
+        await self._write(pb.PushRequest(commit=kv.commit_to_proto(commit)).SerializeToString())
 
     async def messages(self) -> AsyncIterator[ReceiverMessage]:
         """See ports.HandoffStream. Ends quietly after ``close``."""
         while True:
             try:
                 wire = await self._exchange.read()
-            except PeerError:
-                if self._closed:
+            except KvoyError as error:
+                if self._closed and isinstance(error, PeerError):
                     return
+                self._broke(error)
                 raise
             if wire is None:
                 raise PeerError(f"{self._address} ended the handoff without a word.", "receiver_lost")
             message = decoded(self._address, _receiver_message, wire)
+            if isinstance(message, Ack) and self._way is not None:
+                self._way.works()
             yield message
             if isinstance(message, LAST_MESSAGES):
                 return
@@ -261,6 +265,17 @@ class SenderStream:
         """See ports.HandoffStream."""
         self._closed = True
         self._exchange.cancel()
+
+    async def _write(self, wire: bytes) -> None:
+        try:
+            await self._exchange.write(wire)
+        except KvoyError as error:
+            self._broke(error)
+            raise
+
+    def _broke(self, error: KvoyError) -> None:
+        if self._way is not None:
+            self._way.broke(error)
 
 
 def _receiver_message(wire: bytes) -> ReceiverMessage:

@@ -32,49 +32,38 @@ SILENCE_S = 10.0
 """For how long a read may be under way."""
 _LEAVE_S = 1.0
 """What agents have to go when the pod ends."""
-_GREETING = struct.Struct("<8s16sQQI")
-"""What a sender says first: the magic, its token, length and address of its slab, and how much is to come of how its
-agent is reached."""
 _MAGIC = b"kvoy-nx1"
+_GREETING = struct.Struct("<16sQQI")
+"""What a sender says behind it: its token, length and address of its slab, and how much is to come of how its agent is
+reached."""
 _PAUSE_S = 0.0002
 _IDLE_PAUSE_S = 0.1
 
 
 class NixlSources:
-    """The decode pod's end. Serves from ``serve`` on, until that is cancelled; then every agent is gone, but those that
-    a read still holds up."""
+    """The decode pod's end: what is introduced at ``reception``, for as long as that serves. Then every agent is gone,
+    but those that a read still holds up."""
 
-    def __init__(self, listen: str, silence_s: float = SILENCE_S) -> None:
-        """Listens on host:port; OSError where that cannot be had, ConfigError where NIXL cannot."""
+    def __init__(self, reception: Reception, silence_s: float = SILENCE_S) -> None:
+        """ConfigError where NIXL cannot be used."""
         Agent(mmap.mmap(-1, mmap.PAGESIZE)).close()  # the first one loads the library, and takes its time
         self._silence_s = silence_s
         self._slabs: set[NixlSlab] = set()
-        self._reception = Reception(listen, MAX_SLABS, self._receive)
-
-    @property
-    def port(self) -> int:
-        return self._reception.port
+        self.reception = reception
+        self._desk = reception.open_desk(_MAGIC, MAX_SLABS, self._receive, self._leave)
 
     def find(self, opening: Opening) -> Source | None:
         """See payloads.Sources."""
-        return self._reception.find(opening.source) if opening.transport == NIXL else None
+        return self._desk.find(opening.source) if opening.transport == NIXL else None
 
-    async def serve(self) -> None:
-        """Takes connections until it is cancelled."""
-        try:
-            await self._reception.serve()
-        finally:
-            if self._slabs:
-                await asyncio.wait([slab.gone for slab in self._slabs], timeout=_LEAVE_S)
-
-    def close(self) -> None:
-        """At any time, more than once."""
-        self._reception.close()
+    async def _leave(self) -> None:
+        if self._slabs:
+            await asyncio.wait([slab.gone for slab in self._slabs], timeout=_LEAVE_S)
 
     async def _receive(self, connection: socket.socket) -> tuple[bytes, NixlSlab]:
         said = await read_exactly(connection, _GREETING.size)
-        magic, token, nbytes, address, metadata_bytes = _GREETING.unpack(said)
-        if magic != _MAGIC or metadata_bytes > MAX_METADATA_BYTES:
+        token, nbytes, address, metadata_bytes = _GREETING.unpack(said)
+        if metadata_bytes > MAX_METADATA_BYTES:
             raise PeerError("its first bytes are no introduction", "bad_source")
         metadata = await read_exactly(connection, metadata_bytes)
         if len(self._slabs) >= MAX_SLABS:
@@ -158,7 +147,7 @@ class NixlLink:
 
     def _greeting(self, token: bytes) -> bytes:
         metadata = self._agent.metadata
-        return _GREETING.pack(_MAGIC, token, len(self._slab), self._agent.address, len(metadata)) + metadata
+        return _MAGIC + _GREETING.pack(token, len(self._slab), self._agent.address, len(metadata)) + metadata
 
     def _lend(self, connection: socket.socket, token: bytes) -> _Guest:
         guest = _Guest(connection, token, self._look_about)

@@ -4,6 +4,7 @@ Whoever fetches a payload learns whether what has come is what was sent: it is h
 piece as it is copied, so that the hash reads from the cache. Knows no slots and no brain.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +53,18 @@ class Sources(Protocol):
     def find(self, opening: Opening) -> Source | None:
         """None: no such memory is within reach, or no longer."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ManySources:
+    """Sources by the transports that reach them."""
+
+    by_transport: Mapping[str, Sources]
+
+    def find(self, opening: Opening) -> Source | None:
+        """See Sources."""
+        sources = self.by_transport.get(opening.transport)
+        return None if sources is None else sources.find(opening)
 
 
 @dataclass(frozen=True, slots=True)

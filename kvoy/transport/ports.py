@@ -81,7 +81,7 @@ class HandoffConnector(Protocol):
         self, address: str, opening: Opening, timeout_s: float, offers: Sequence[TransportOffer] = ()
     ) -> HandoffStream:
         """``timeout_s`` bounds the whole handoff. PeerError when nobody listens there. Of the ``offers`` for payloads
-        the first that works is taken; the opening that is sent says which."""
+        the one that this end likes best and that works is taken; the opening that is sent says which."""
         ...
 
     async def close(self) -> None: ...

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import socket
 import stat
+import struct
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from kvoy.core.errors import PeerError
 from kvoy.core.frames import Opening
 from kvoy.core.types import TransportOffer
 from kvoy.core.wire import SHM
+from kvoy.transport.links import ANOTHER_HOST
 from kvoy.transport.payloads import Source, copy_and_hash
 
 TOKEN_BYTES = 16
@@ -32,6 +34,7 @@ _SOCKET = "slabs"
 _GREETING_S = 5.0
 """What the other end has for its part of the introduction."""
 _TAKEN = b"+"
+_CREDENTIALS = struct.Struct("3i")
 
 _log = logging.getLogger(__name__)
 
@@ -181,6 +184,13 @@ async def _introduced(connection: socket.socket) -> tuple[bytes, SharedMemory]:
             os.close(fd)
 
 
+def _user_of(connection: socket.socket) -> int:
+    """Whose process is at the other end."""
+    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(said)
+    return int(user)
+
+
 async def _readable(connection: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     arrived = asyncio.Event()
@@ -207,7 +217,7 @@ class ShmLink:
         """See links.Link."""
         host, _, path = offer.address.partition(":")
         if host != self._host:
-            raise PeerError("the decode pod is on another host", "another_host")
+            raise PeerError("the decode pod is on another host", ANOTHER_HOST)
         async with self._one_by_one:
             self._forget_the_gone()
             if offer.address not in self._guests:
@@ -231,6 +241,8 @@ class ShmLink:
         try:
             async with asyncio.timeout(_GREETING_S):
                 await loop.sock_connect(connection, path)
+                if _user_of(connection) not in {os.geteuid(), 0}:
+                    raise PeerError("another user listens where the decode pod should", "bad_source")
                 socket.send_fds(connection, [token], [self._fd])
                 if await loop.sock_recv(connection, 1) != _TAKEN:
                     raise PeerError("the decode pod does not take this pod's memory", "bad_source")

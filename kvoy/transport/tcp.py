@@ -1,9 +1,10 @@
 """Transport ``tcp``: the decode pod reads frames out of a prefill pod's staging slab over a plain TCP connection.
 
-gRPC's Python end copies a message three times before it hands it on; here bytes go from the slab into the socket, and
-from the socket into the slot. A decode pod listens; a prefill pod connects and says a token, which its openings then
-name, and from then on answers reads of its slab, in the order asked. Nothing here trusts the other end: every range
-is checked, silence ends the connection, and what has come is hashed like any other payload.
+By gRPC a payload is copied twice on its way out and three times on its way in, before it is in its slot; here bytes go
+from the slab into the socket, and from the socket into the slot. A decode pod listens; a prefill pod connects and says
+a token, which its openings then name, and from then on answers reads of its slab, in the order asked. Nothing here
+trusts the other end: every range is checked, silence ends the connection, and what has come is hashed like any other
+payload.
 """
 
 import contextlib
@@ -15,7 +16,6 @@ import struct
 import threading
 from collections.abc import Iterator
 
-from kvoy.core.errors import PeerError
 from kvoy.core.frames import Opening
 from kvoy.core.types import TransportOffer
 from kvoy.core.wire import TCP
@@ -27,41 +27,27 @@ MAX_SLABS = 256
 """Of all prefill pods together; more are turned away, and send in frames."""
 SILENCE_S = 10.0
 """For how long a sender that was asked for bytes may send none."""
-_GREETING = struct.Struct("<8s16sQ")
-"""What a sender says first: the magic, its token, the length of its slab."""
 _MAGIC = b"kvoy-kv1"
+_GREETING = struct.Struct("<16sQ")
+"""What a sender says behind it: its token, the length of its slab."""
 
 _log = logging.getLogger(__name__)
 
 
 class TcpSources:
-    """The decode pod's end. Serves from ``serve`` on, until that is cancelled; then every connection is gone."""
+    """The decode pod's end: what is introduced at ``reception``, for as long as that serves."""
 
-    def __init__(self, listen: str, silence_s: float = SILENCE_S) -> None:
-        """Listens on host:port; OSError where that cannot be had."""
+    def __init__(self, reception: Reception, silence_s: float = SILENCE_S) -> None:
+        self.reception = reception
         self._silence_s = silence_s
-        self._reception = Reception(listen, MAX_SLABS, self._receive)
-
-    @property
-    def port(self) -> int:
-        return self._reception.port
+        self._desk = reception.open_desk(_MAGIC, MAX_SLABS, self._receive)
 
     def find(self, opening: Opening) -> Source | None:
         """See payloads.Sources."""
-        return self._reception.find(opening.source) if opening.transport == TCP else None
-
-    async def serve(self) -> None:
-        """Takes connections until it is cancelled."""
-        await self._reception.serve()
-
-    def close(self) -> None:
-        """At any time, more than once."""
-        self._reception.close()
+        return self._desk.find(opening.source) if opening.transport == TCP else None
 
     async def _receive(self, connection: socket.socket) -> tuple[bytes, RemoteSlab]:
-        magic, token, nbytes = _GREETING.unpack(await read_exactly(connection, _GREETING.size))
-        if magic != _MAGIC:
-            raise PeerError("its first bytes are no introduction", "bad_source")
+        token, nbytes = _GREETING.unpack(await read_exactly(connection, _GREETING.size))
         return token, RemoteSlab(connection, nbytes, self._silence_s)
 
 
@@ -114,7 +100,7 @@ class TcpLink:
         self._map = mmap.mmap(slab_fd, os.fstat(slab_fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
         self._slab = memoryview(self._map)
         self._introductions = Introductions(
-            lambda token: _GREETING.pack(_MAGIC, token, self._slab.nbytes),
+            lambda token: _MAGIC + _GREETING.pack(token, self._slab.nbytes),
             lambda connection, token: _Lender(connection, self._slab[:], token),
         )
 

@@ -15,7 +15,7 @@ class DecodeConfig(EnginePodConfig):
     ingest_advertise: str = option("", "host:port under which prefill pods reach this one; empty is like --advertise.")
     payload_listen: str = option(
         "",
-        "host:port for the transports tcp and nixl; empty is a free port where the gRPC server listens.",
+        "host:port that the transports tcp and nixl share; empty is a free port where the gRPC server listens.",
     )
     payload_advertise: str = option(
         "", "host:port under which prefill pods reach these; empty is the host that they know, and the port in use."

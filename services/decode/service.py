@@ -18,7 +18,7 @@ from kvoy.transport.kv_stream import ingest_service
 from services.decode.config import DecodeConfig
 from services.decode.effects import DecodeEffects
 from services.decode.ingest import Ingest
-from services.decode.payload_way import payload_way
+from services.decode.payload_way import payload_ways
 from services.decode.sessions import Sessions
 
 EXPOSED = "kvoy_decode_exposed_seconds"
@@ -55,7 +55,7 @@ def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineSer
         effects.perform(action)
 
     loop: BrainLoop[DecodeEvent, DecodeAction] = BrainLoop(brain, perform, Tick(), check=config.check)
-    payloads = payload_way(pod, config)
+    payloads = payload_ways(pod, config)
     sessions = Sessions(loop, ready.model, lambda: pod.describe().address, payloads.offers)
     ingest = Ingest(loop, room=engine.slab.slots, received=PayloadCount(pod.metrics, "decode", "received").add)
     store = StoreLink.through(pod)

@@ -60,8 +60,7 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
 
 
 def _links(config: PrefillConfig, engine: Engine) -> Links:
-    """What payloads may go by besides gRPC."""
+    """What payloads may go by besides gRPC, the best first."""
     fd = engine.slab.fd
     kinds: dict[str, Callable[[int], Link]] = {SHM: ShmLink, TCP: TcpLink, NIXL: NixlLink}
-    kind = kinds.get(config.transport)
-    return Links([kind(fd)] if kind is not None and fd is not None else [])
+    return Links([kinds[name](fd) for name in config.transport if name in kinds] if fd is not None else [])

@@ -209,14 +209,14 @@ def slabs_mapped_by(pid: int) -> int:
 
 
 async def test_pods_of_one_host_hand_over_by_shared_memory(pods: Pods, router: Router) -> None:
-    ends = [pods.stage.service(role, **ENGINE, transport="shm") for role in ("prefill", "decode")]
+    ends = [pods.stage.service(role, **ENGINE, transport="shm,tcp") for role in ("prefill", "decode")]
     addresses = {role: end.ready()["grpc"] for role, end in zip(("prefill", "decode"), ends, strict=True)}
     pair = replace(pods, addresses={**pods.addresses, **addresses})
     for name in ("chat_turns3", "block_edge_31"):
         outcome = await ask(pair, router, CASES[name], f"{name}-shared")
         assert outcome.token_ids == CASES[name]["output_ids"]
         assert outcome.reservation is not None
-        assert [offer.name for offer in outcome.reservation.transports] == ["shm"]
+        assert [offer.name for offer in outcome.reservation.transports] == ["shm", "tcp"]
     assert "do without shm" not in ends[0].stderr
     assert slabs_mapped_by(ends[1].pid) == 2  # its own, and the prefill pod's
     socket_folder = Path(outcome.reservation.transports[0].address.partition(":")[2]).parent

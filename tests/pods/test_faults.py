@@ -135,7 +135,7 @@ async def test_prefill_goes_and_another_takes_over(pods: Cluster) -> None:
 
 
 async def test_a_frame_damaged_on_its_way_is_sent_again(pods: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_frames = {"transport": "grpc"}
+    in_frames = {"transport": ("grpc",)}
     prefill, decode = await pods.prefill(chunk_tokens=8, **in_frames), await pods.decode(**in_frames)
     intact = kv_stream.frame_to_wire
     damaged: list[int] = []

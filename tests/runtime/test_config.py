@@ -27,6 +27,7 @@ class Sample:
     level: Level = option(Level.LOW, "How much.")
     dtype: Literal["fp32", "bf16"] = option("bf16", "Number format.")
     pool_bytes: int = option(1 << 30, "Memory of the pool.")
+    ways: tuple[Literal["tcp", "shm"], ...] = option(("tcp",), "Which ways, the best first.")
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
@@ -83,6 +84,29 @@ def test_a_switch_may_stand_alone_or_carry_a_value(argv, value):
 def test_an_empty_value_is_a_value():
     assert parse(Sample, ["--listen", ""], {}).listen == ""
     assert parse(Sample, ["--listen="], {}).listen == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "ways"), [("shm", ("shm",)), ("shm,tcp", ("shm", "tcp")), (" tcp , shm ", ("tcp", "shm"))]
+)
+def test_a_list_has_commas_and_keeps_its_order(text, ways):
+    assert parse(Sample, ["--ways", text], {}).ways == ways
+    assert parse(Sample, [], {"KVOY_WAYS": text}).ways == ways
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tcp,rdma", "'rdma' is none of tcp, shm"),
+        ("tcp,", "'' is none of tcp, shm"),
+        ("", "'' is none of tcp, shm"),
+        ("tcp,shm,tcp", "tcp is in it more than once"),
+        ("Tcp", "'Tcp' is none of tcp, shm"),
+    ],
+)
+def test_a_list_names_each_of_what_there_is_once(text, told):
+    assert sentence([f"--ways={text}"]) == f"--ways is {text!r}, but {told}."
+    assert sentence(environ={"KVOY_WAYS": text}) == f"KVOY_WAYS is {text!r}, but {told}."
 
 
 def test_unknown_names_are_errors_with_a_suggestion():

@@ -53,35 +53,71 @@ def links(ways, clock):
     return Links(list(ways.values()), clock)
 
 
+async def chosen(links, offers) -> Opening:
+    return (await links.choose(OPENING, offers)).opening
+
+
 def by(name: str) -> Opening:
     return replace(OPENING, transport=name, source=name.encode())
 
 
 async def test_the_first_offer_that_works_is_taken(links, ways):
-    assert await links.choose(OPENING, OFFERS) == by("shm")
-    assert await links.choose(OPENING, OFFERS[1:]) == by("tcp")
-    assert await links.choose(OPENING, []) == OPENING
+    assert await chosen(links, OFFERS) == by("shm")
+    assert await chosen(links, OFFERS[1:]) == by("tcp")
+    assert await chosen(links, []) == OPENING
     ways["shm"].works = False
-    assert await links.choose(OPENING, OFFERS) == by("tcp")
+    assert await chosen(links, OFFERS) == by("tcp")
     ways["tcp"].works = False
-    assert await links.choose(OPENING, OFFERS) == OPENING
+    assert await chosen(links, OFFERS) == OPENING
+
+
+async def test_the_senders_order_decides(ways):
+    for names in (("shm", "tcp"), ("tcp", "shm")):
+        links = Links([ways[name] for name in names])
+        for offers in (OFFERS, OFFERS[::-1]):
+            assert await chosen(links, offers) == by(names[0])
 
 
 async def test_an_offer_of_what_the_sender_has_not_is_passed_over():
-    assert await Links([Way("tcp")]).choose(OPENING, OFFERS) == by("tcp")
-    assert await Links().choose(OPENING, OFFERS) == OPENING
+    assert await chosen(Links([Way("tcp")]), OFFERS) == by("tcp")
+    assert await chosen(Links(), OFFERS) == OPENING
 
 
 async def test_what_failed_is_tried_again_only_later_and_said_once(links, ways, clock, caplog):
     ways["tcp"].works = False
     for _ in range(3):
-        assert await links.choose(OPENING, OFFERS[1:]) == OPENING
+        assert await chosen(links, OFFERS[1:]) == OPENING
     assert ways["tcp"].tries == 1
     clock.now += RETRY_S
-    assert await links.choose(OPENING, OFFERS[1:]) == OPENING
+    assert await chosen(links, OFFERS[1:]) == OPENING
     assert ways["tcp"].tries == 2
     assert [record.message for record in caplog.records] == ["handoffs to b do without tcp: b is nowhere"]
     ways["tcp"].works = True
     clock.now += RETRY_S
-    assert await links.choose(OPENING, OFFERS[1:]) == by("tcp")
-    assert await links.choose(OPENING, OFFERS[1:]) == by("tcp")
+    assert await chosen(links, OFFERS[1:]) == by("tcp")
+    assert await chosen(links, OFFERS[1:]) == by("tcp")
+
+
+async def test_a_way_by_which_no_payload_came_is_left_for_a_while(links, clock, caplog):
+    way = await links.choose(OPENING, OFFERS)
+    way.broke(PeerError("the network is down", "unreachable"))
+    assert await chosen(links, OFFERS) == by("shm"), "it was not the way that failed"
+    way.broke(PeerError("no byte came", "source_lost"))
+    assert await chosen(links, OFFERS) == by("tcp")
+    clock.now += RETRY_S
+    assert await chosen(links, OFFERS) == by("shm")
+    assert [record.message for record in caplog.records] == ["handoffs to a do without shm: no byte came"]
+
+
+async def test_a_way_that_worked_and_broke_is_tried_again_at_once(links):
+    way = await links.choose(OPENING, OFFERS)
+    way.works()
+    way.broke(PeerError("it was cut", "source_lost"))
+    assert await chosen(links, OFFERS) == by("shm")
+
+
+async def test_frames_have_no_way_that_could_be_blamed(links):
+    way = await links.choose(OPENING, [])
+    way.works()
+    way.broke(PeerError("it was cut", "source_lost"))
+    assert await chosen(links, OFFERS) == by("shm")

@@ -18,6 +18,7 @@ import pytest
 from kvoy.core.errors import ConfigError, PeerError
 from kvoy.engine.slab import Slab, nameless_file
 from kvoy.transport import introductions, nixl
+from kvoy.transport.introductions import Reception
 from kvoy.transport.kv_stream import ingest_service
 from kvoy.transport.nixl import NixlLink, NixlSources
 from tests.transport import values
@@ -37,9 +38,11 @@ def slab():
 
 def test_without_the_package_one_sentence_says_what_to_install(monkeypatch, slab):
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
-    for end in (lambda: NixlSources("127.0.0.1:0"), lambda: NixlLink(slab.fd)):
+    reception = Reception("127.0.0.1:0")
+    for end in (lambda: NixlSources(reception), lambda: NixlLink(slab.fd)):
         with pytest.raises(ConfigError, match=r"Transport nixl needs the extra nixl: pip install 'kvoy\[nixl\]'\."):
             end()
+    reception.close()
 
 
 def greeting(metadata: bytes = b"x" * 400, magic: bytes = b"kvoy-nx1", says: int | None = None) -> bytes:
@@ -66,7 +69,7 @@ if "nixl" in WAYS:
             loop = asyncio.get_running_loop()
             with caplog.at_level(logging.WARNING), socket.socket() as stranger:
                 stranger.setblocking(False)
-                await loop.sock_connect(stranger, ("127.0.0.1", sources.port))
+                await loop.sock_connect(stranger, ("127.0.0.1", sources.reception.port))
                 await loop.sock_sendall(stranger, said)
                 async with asyncio.timeout(5):
                     with contextlib.suppress(ConnectionResetError):
@@ -77,7 +80,7 @@ if "nixl" in WAYS:
     async def test_who_says_half_of_it_does_not_stay(monkeypatch):
         monkeypatch.setattr(introductions, "GREETING_S", 0.1)
         async with serving("nixl") as (sources, _):
-            with socket.create_connection(("127.0.0.1", sources.port)) as silent:
+            with socket.create_connection(("127.0.0.1", sources.reception.port)) as silent:
                 silent.sendall(greeting(says=500))
                 silent.setblocking(False)
                 async with asyncio.timeout(5):
@@ -140,7 +143,7 @@ from kvoy.engine.slab import Slab, nameless_file
 
 async def main():
     sources = WAYS["nixl"].sources(5.0)
-    serving = asyncio.create_task(sources.serve())
+    serving = asyncio.create_task(sources.reception.serve())
     link = WAYS["nixl"].link(Slab(nameless_file(), 4, 4096).fd)
     await link.introduce(WAYS["nixl"].offer(sources))
     print("open", flush=True)

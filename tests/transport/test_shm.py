@@ -93,6 +93,16 @@ async def test_memory_of_another_host_is_not_tried(slab):
     await link.close()
 
 
+async def test_memory_is_not_passed_to_another_user(sources, slab, monkeypatch):
+    """Who may have taken the place of a pod that is gone."""
+    monkeypatch.setattr(shm, "_user_of", lambda _: os.geteuid() + 1)
+    link = ShmLink(slab.fd)
+    with pytest.raises(PeerError, match="another user"):
+        await link.introduce(sources.offer)
+    assert not sources._slabs
+    await link.close()
+
+
 def test_the_slab_cannot_shrink_under_its_reader(slab):
     with pytest.raises(PermissionError):
         os.ftruncate(slab.fd, 10)

@@ -18,6 +18,7 @@ from typing import Any
 from kvoy.core.frames import Commit, FrameHeader, Opening
 from kvoy.core.types import TransportOffer
 from kvoy.engine.slab import Slab, nameless_file
+from kvoy.transport.introductions import Reception
 from kvoy.transport.kv_stream import GrpcHandoffConnector, ingest_service
 from kvoy.transport.links import Link, Links
 from kvoy.transport.memory import MemoryHandoffConnector
@@ -46,13 +47,13 @@ class Way:
 
 
 def _at_port(name: str) -> Callable[[Any], TransportOffer]:
-    return lambda sources: TransportOffer(name, f"127.0.0.1:{sources.port}")
+    return lambda sources: TransportOffer(name, f"127.0.0.1:{sources.reception.port}")
 
 
 WAYS = {
     "shm": Way(ShmLink, lambda _: ShmSources(), lambda sources: sources.offer, needs_its_sender=False),
-    "tcp": Way(TcpLink, lambda silence_s: TcpSources("127.0.0.1:0", silence_s), _at_port("tcp")),
-    "nixl": Way(NixlLink, lambda silence_s: NixlSources("127.0.0.1:0", silence_s), _at_port("nixl")),
+    "tcp": Way(TcpLink, lambda silence_s: TcpSources(Reception("127.0.0.1:0"), silence_s), _at_port("tcp")),
+    "nixl": Way(NixlLink, lambda silence_s: NixlSources(Reception("127.0.0.1:0"), silence_s), _at_port("nixl")),
 }
 if importlib.util.find_spec("nixl_cu12") is None:
     del WAYS["nixl"]
@@ -125,14 +126,20 @@ async def transport(name: str, serve: Callable, channels) -> AsyncIterator[tuple
 async def serving(name: str, silence_s: float = 5.0) -> AsyncIterator[tuple[Any, TransportOffer]]:
     """The decode pod's end of a transport by reference, and what it offers."""
     sources = WAYS[name].sources(silence_s)
-    task = asyncio.create_task(race(sources.serve()))
+    server = server_of(sources)
+    task = asyncio.create_task(race(server.serve()))
     await asyncio.sleep(0.001)  # it has begun
     try:
         yield sources, WAYS[name].offer(sources)
     finally:
         task.cancel()
         await asyncio.wait({task})
-        sources.close()
+        server.close()
+
+
+def server_of(sources: Any) -> Any:
+    """Where slabs are introduced."""
+    return getattr(sources, "reception", sources)
 
 
 @asynccontextmanager
