@@ -6,7 +6,7 @@ until the event that the action's docstring names; the effects never choose or f
 
 from dataclasses import dataclass
 
-from kvoy.core.frames import Commit, FrameHeader, HandoffKey, Opening, ReceiverMessage
+from kvoy.core.frames import Commit, FetchCall, FrameHeader, HandoffKey, Opening, ReceiverMessage
 from kvoy.core.step import StepPlan
 from kvoy.core.types import KvDtype, PrefillReport, RejectReason, RequestOutput, Reservation, TransportOffer
 from kvoy.core.wire import WireRun
@@ -36,7 +36,8 @@ class ExportBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ImportSlot:
-    """Engine: copy the slot (filled by FetchFromStore) into pool blocks, all layers. Answered by Imported."""
+    """Engine: copy the slot (filled by FetchFromStore or FetchHeld) into pool blocks, all layers. Answered by
+    Imported."""
 
     transfer_id: int
     slot: int
@@ -80,6 +81,24 @@ class Announce:
 
 
 # --- prefill pods ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FetchHeld:
+    """Decode pod: put these blocks of the request, in order, into the slot. Answered by HeldFetched; the slot stays in
+    use."""
+
+    transfer_id: int
+    address: str
+    call: FetchCall
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFetch:
+    """Peer: nobody waits for this FetchHeld any more, so answer it now, if it is not answered yet."""
+
+    transfer_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +233,28 @@ class NoteExposed:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class LendFrame:
+    """Peer: answer this call with what is in the slot. That is copied before anything else is carried out, so the slot
+    is free. Answered by FrameTaken, or by FetchEnded unless EndFetch comes first."""
+
+    header: FrameHeader
+    number: int
+    slot: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndFetch:
+    """Peer: this call is over, at once if there is a ``reason`` (machine-readable: no_lease, old_epoch, fingerprint,
+    kv_spec, not_held, busy, too_slow, or why the lease has ended), else all has been lent. Not answered."""
+
+    number: int
+    reason: str = ""
+
+
 SharedAction = RunStep | ExportBlocks | ImportSlot | LookUpStore | FetchFromStore | PutToStore | Announce
-PrefillAction = SharedAction | OpenHandoff | SendFrame | SendCommit | CloseHandoff | WorkStarted | WorkDone | WorkFailed
-DecodeAction = (
-    SharedAction | SayReserved | SayRejected | SayOutputs | ImportFrame | DropFrame | SayToSender | NoteExposed
-)
+HandoffAction = OpenHandoff | SendFrame | SendCommit | CloseHandoff
+PrefillAction = SharedAction | FetchHeld | CancelFetch | HandoffAction | WorkStarted | WorkDone | WorkFailed
+RouterAction = SayReserved | SayRejected | SayOutputs
+DecodeAction = SharedAction | RouterAction | ImportFrame | DropFrame | SayToSender | NoteExposed | LendFrame | EndFetch

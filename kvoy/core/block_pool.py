@@ -38,6 +38,8 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._id_of: dict[int, bytes] = {}
         self._parent_of: dict[bytes, bytes] = {}
+        self._rounded: set[int] = set()
+        """Registered blocks whose KV is not bit for bit what an engine computed."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._handles: dict[int, HeldBlocks] = {}
         self._serial = 0
@@ -69,9 +71,10 @@ class BlockPool:
             count += 1
         return count
 
-    def find(self, block_id: bytes) -> int | None:
-        """The block registered under this id."""
-        return self._block_of.get(block_id)
+    def find_exact(self, block_id: bytes) -> int | None:
+        """The block registered under this id, if its KV is as an engine computed it."""
+        block = self._block_of.get(block_id)
+        return None if block in self._rounded else block
 
     def allocate(
         self, blocks: int, prefix: Sequence[bytes] = (), keep_available: int = 0
@@ -116,7 +119,17 @@ class BlockPool:
         for block in reversed(handle.table):
             self._let_go(block)
 
-    def register(self, handle: HeldBlocks, index: int, block_id: bytes, parent_id: bytes) -> None:
+    def exact(self, handle: HeldBlocks) -> int:
+        """How many leading blocks of the handle are registered and as an engine computed them."""
+        self._require(handle)
+        count = 0
+        while count < len(handle) and handle.table[count] in self._id_of and handle.table[count] not in self._rounded:
+            count += 1
+        return count
+
+    def register(
+        self, handle: HeldBlocks, index: int, block_id: bytes, parent_id: bytes, *, is_exact: bool = True
+    ) -> None:
         """Block ``index`` of the handle is filled and is from now on known as ``block_id``. In order from block 0.
 
         When that id is registered already the handle gets the block that has it, and its own goes: the KV of the
@@ -140,6 +153,8 @@ class BlockPool:
         self._block_of[block_id] = block
         self._id_of[block] = block_id
         self._parent_of[block_id] = parent_id
+        if not is_exact:
+            self._rounded.add(block)
         self._note(block_id, stored=True)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
@@ -164,6 +179,8 @@ class BlockPool:
             raise InvariantError("an unheld block is cached if and only if it has an id")
         if {block_id: block for block, block_id in self._id_of.items()} != self._block_of:
             raise InvariantError("ids and blocks do not map onto each other")
+        if not self._rounded <= self._id_of.keys():
+            raise InvariantError("a block without an id is marked as rounded")
         for block_id, parent_id in self._parent_of.items():
             if parent_id and parent_id not in self._block_of:
                 raise InvariantError(f"block {block_id.hex()} is here without its parent")
@@ -203,6 +220,7 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         block_id = self._id_of.pop(block)
         del self._block_of[block_id], self._parent_of[block_id]
+        self._rounded.discard(block)
         self._note(block_id, stored=False)
         self._free.append(block)
 

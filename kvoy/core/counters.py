@@ -44,6 +44,10 @@ class PrefillCounters:
     cache_asked_tokens: int = total("Prompt tokens that the prefix cache could have held.", "{token}")
     cache_hit_tokens: int = total("Of these, tokens whose KV it did hold.", "{token}")
     reloaded_tokens: int = total("Prompt tokens whose KV came from the kvstore.", "{token}")
+    fetched_blocks: int = total("Blocks that decode pods gave back, and that were not computed again.", "{block}")
+    fetches_short: int = total("Fetches from decode pods that brought less than was asked for.", "{fetch}")
+    fetches_corrupt: int = total("Of these, fetches that ended with what was not what had been sent.", "{fetch}")
+    fetches_given_up: int = total("Requests whose decode pod took too long to give blocks back.", "{request}")
     frames_shipped: int = hidden()
     """Each frame once, however often it was sent, as ``bytes_shipped``."""
     frames_resent: int = total(
@@ -112,6 +116,11 @@ class DecodeCounters:
     frames_dropped_no_lease: int = total("Frames for a request that is not here, or no longer.", "{frame}")
     frames_dropped_duplicate: int = total("Frames that were here already.", "{frame}")
     frames_dropped_invalid: int = total("Frames that break the rules; their handoff was refused.", "{frame}")
+    lent_blocks: int = total("Blocks given back to prefill pods that lacked them.", "{block}")
+    fetches_refused: int = total("Fetches by prefill pods without the lease, or of what is not here.", "{fetch}")
+    fetches_cut: int = total(
+        "Fetches that ended before all was lent: with the lease, by the prefill pod, or for taking too long.", "{fetch}"
+    )
     store_put_blocks: int = total("Blocks given to the kvstore.", "{block}")
     store_skipped_blocks: int = total(
         "Blocks not given to the kvstore because slots were short or the blocks gone.", "{block}"

@@ -46,11 +46,18 @@ class Credits:
         """First come, first served."""
         self._unheard: dict[HandoffKey, Stream] = {}
         """Their senders may not know what is acknowledged or granted."""
+        self.kept_slots = 0
+        """Of the slots that nobody was promised, those that somebody else waits for: no sender is promised them."""
+
+    @property
+    def unpromised_slots(self) -> int:
+        """Slots that are free and promised to no sender."""
+        return self._slots.free - sum(stream.receiver.unclaimed for stream in self._streams.values())
 
     @property
     def spare_slots(self) -> int:
         """Slots that are free and promised to nobody."""
-        return self._slots.free - sum(stream.receiver.unclaimed for stream in self._streams.values())
+        return max(0, self.unpromised_slots - self.kept_slots)
 
     @property
     def has_thirst(self) -> bool:
@@ -59,8 +66,8 @@ class Credits:
 
     def check(self) -> None:
         """Every promise can be kept; streams and requests name each other."""
-        if self.spare_slots < 0:
-            raise InvariantError(f"{-self.spare_slots} frames more are promised a slot than there are slots")
+        if self.unpromised_slots < 0:
+            raise InvariantError(f"{-self.unpromised_slots} frames more are promised a slot than there are slots")
         for key, stream in self._streams.items():
             if stream.request.receiver is not stream.receiver or key != stream.request.key:
                 raise InvariantError(f"the open stream {key} belongs to no request")

@@ -1,7 +1,8 @@
 """The brain of a decode pod: who gets blocks, whose KV may come, what each step computes, when a request ends.
 
-Pure: events in, actions out. Handoffs are ingest's, what is promised is reservations', for how long leases', steps
-are decode_batch's, puts store_puts'; this file sequences them.
+Pure: events in, actions out. Who is taken in is decode_intake's, handoffs are ingest's, what is promised is
+reservations', for how long leases', what is given back fetches', steps are decode_batch's, puts store_puts'; this
+file sequences them.
 A request is in exactly one place: the queue, the batch, or (reserved) neither. Whatever ends it goes through
 ``_let_go``, which frees all it holds, once; the router hears of the end in exactly one action.
 """
@@ -15,6 +16,7 @@ from kvoy.core.block_pool import BlockPool
 from kvoy.core.counters import DecodeCounters, Tally
 from kvoy.core.deadlines import Deadlines
 from kvoy.core.decode_batch import DecodeBatch
+from kvoy.core.decode_intake import Intake
 from kvoy.core.decode_queue import DecodeQueue
 from kvoy.core.decode_request import DecodeRequest, Phase
 from kvoy.core.errors import InvariantError
@@ -23,8 +25,11 @@ from kvoy.core.events import (
     DecodeEvent,
     DrainAsked,
     Exported,
+    FetchAsked,
+    FetchEnded,
     FrameArrived,
     FrameBad,
+    FrameTaken,
     HandoffLost,
     HandoffOpened,
     Imported,
@@ -39,7 +44,8 @@ from kvoy.core.events import (
     StorePut,
     Tick,
 )
-from kvoy.core.fit import Fit, Refusal, misfit
+from kvoy.core.fetches import Fetches
+from kvoy.core.fit import Fit
 from kvoy.core.handoff import FrameSize
 from kvoy.core.ingest import Ingest
 from kvoy.core.leases import Leases
@@ -48,7 +54,7 @@ from kvoy.core.reservations import Reservations
 from kvoy.core.staging import Slots
 from kvoy.core.step import Sampled
 from kvoy.core.store_puts import StorePuts
-from kvoy.core.types import FinishReason, KvSpec, PodLoad, RejectReason, Request
+from kvoy.core.types import FinishReason, KvSpec, PodLoad, RejectReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class DecodeParams:
     silence_s: float = 300.0
     """A reservation ends when for so long an open handoff brings nothing. A prefill pod that is gone is seen by its
     broken stream; this bounds one that hangs, and must outlast a long prompt in a long queue."""
+    fetch_s: float = 10.0
+    """A prefill pod that fetches blocks back has to take them within this time."""
     spare_share: float = 0.01
     """Share of the pool that admission leaves for the growth of running requests (at least a block for each)."""
     store_backlog_blocks: int = 1024
@@ -92,7 +100,6 @@ class DecodeBrain:
         fingerprint: str,
         ingest_address: str,
     ) -> None:
-        self._params = params
         self._spec = spec
         self._fit = Fit(spec, fingerprint, context_tokens, pool_blocks)
         self._pool = BlockPool(pool_blocks)
@@ -111,17 +118,25 @@ class DecodeBrain:
             blocks_per_slot=size.blocks if can_put else 0,
             max_backlog_blocks=params.store_backlog_blocks,
         )
+        self._intake = Intake(self._fit, params.max_waiting)
         self._queue = DecodeQueue(spec, self._pool, params.spare_share)
         self._batch = DecodeBatch(spec, self._pool, self._tally, params.max_batch, params.chunk_tokens)
         self._requests: dict[str, DecodeRequest] = {}
         self._outputs = Outputs()
         self._deadlines: Deadlines[str] = Deadlines()
-        self._arrivals = count(1)
         self._leases = Leases(params.lease_s, params.silence_s)
-        self._reservations = Reservations(
-            spec, slot_bytes, ingest_address, leases=self._leases, ingest=self._ingest, tally=self._tally
+        self._fetches = Fetches(
+            self._fit, slot_bytes, self._pool, self._slots, self._ingest.credits, ids, self._tally, params.fetch_s
         )
-        self._is_draining = False
+        self._reservations = Reservations(
+            spec,
+            slot_bytes,
+            ingest_address,
+            leases=self._leases,
+            ingest=self._ingest,
+            fetches=self._fetches,
+            tally=self._tally,
+        )
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         """What follows from the event. ``now`` is Unix seconds."""
@@ -131,6 +146,8 @@ class DecodeBrain:
                 self._on_router(event, now, out)
             case HandoffOpened() | FrameArrived() | CommitArrived() | HandoffLost():
                 self._on_peer(event, now, out)
+            case FetchAsked() | FrameTaken() | FetchEnded():
+                self._fetches.hear(event, self._requests, now, out)
             case StepDone() | Imported() | FrameBad() | Exported() | StorePut():
                 self._on_engine(event, now, out)
             case StoreLookedUp() | StoreFetched():
@@ -142,14 +159,16 @@ class DecodeBrain:
 
     def next_deadline(self) -> float | None:
         """When the brain wants a Tick, unless something else comes first."""
-        return min((at for at in (self._deadlines.next, self._leases.next_end) if at is not None), default=None)
+        ends = (self._deadlines.next, self._leases.next_end, self._fetches.next_end)
+        return min((at for at in ends if at is not None), default=None)
 
     def check(self) -> None:
         """Raises InvariantError unless blocks, slots, credits and requests add up."""
         self._pool.check()
         self._slots.check()
         self._ingest.credits.check()
-        held = self._ingest.slots_held | self._puts.slots_held
+        self._fetches.check()
+        held = self._ingest.slots_held | self._puts.slots_held | self._fetches.slots_held
         if len(held) != self._slots.used:
             raise InvariantError(f"{self._slots.used} slots are in use, transfers account for {sorted(held)}")
         for request in self._requests.values():
@@ -163,7 +182,8 @@ class DecodeBrain:
     @property
     def is_idle(self) -> bool:
         """Nothing is held for anybody and nothing is under way."""
-        return not self._requests and not self._batch.is_stepping and not self._slots.used and self._puts.is_idle
+        is_giving = not self._puts.is_idle or not self._fetches.is_idle
+        return not self._requests and not self._batch.is_stepping and not self._slots.used and not is_giving
 
     @property
     def load(self) -> PodLoad:
@@ -203,33 +223,22 @@ class DecodeBrain:
                 else:
                     self._finish(request, FinishReason.CANCELLED, now, out)
             case DrainAsked():
-                self._is_draining = True
+                self._intake.is_draining = True
             case Tick():
                 self._time_out(now, out)
 
     def _take_in(self, event: ReserveAsked, now: float, out: list[DecodeAction]) -> None:
         self._tally.add("asked")
         request = event.request
-        refusal = self._rejection(request, now)
+        is_known = request.request_id in self._requests
+        refusal = self._intake.refusal(event, len(self._queue), now, is_known=is_known)
         if refusal is not None:
             reason = RejectReason(refusal.reason)
             self._say_rejected(event.source, request.request_id, reason, refusal.message, out)
             return
-        waiting = DecodeRequest(
-            request, event.source, event.prefill_here, next(self._arrivals), self._spec, list(request.token_ids)
-        )
-        self._requests[request.request_id] = waiting
+        waiting = self._requests[request.request_id] = self._intake.request(event)
         self._queue.add(waiting)
         self._deadlines.set(request.request_id, request.deadline)
-
-    def _rejection(self, request: Request, now: float) -> Refusal | None:
-        if self._is_draining:
-            return Refusal("draining", "this pod is about to leave; ask another one")
-        if request.request_id in self._requests:
-            return Refusal("invalid", "this request id is in use here")
-        if len(self._queue) >= self._params.max_waiting:
-            return Refusal("busy", f"{len(self._queue)} requests are waiting already; try another pod")
-        return misfit(request, self._fit, request.prompt_tokens + 1, now)
 
     def _time_out(self, now: float, out: list[DecodeAction]) -> None:
         while (late := self._deadlines.pop_due(now)) is not None:
@@ -238,6 +247,7 @@ class DecodeBrain:
         while (unwanted := self._leases.pop_ended(now)) is not None:
             message = "neither its router nor a prefill pod was heard of for too long"
             self._reject(self._requests[unwanted], RejectReason.LEASE_EXPIRED, message, out)
+        self._fetches.time_out(now, out)
 
     def _on_peer(self, event: _PeerEvent, now: float, out: list[DecodeAction]) -> None:
         match event:
@@ -270,6 +280,8 @@ class DecodeBrain:
                 request = self._ingest.bad(event, out)
                 self._leases.extend(request, now)
                 self._reservations.imports_changed(request, now, out)
+            case Exported(transfer_id=transfer_id) if self._fetches.is_lending(transfer_id):
+                self._fetches.exported(transfer_id, out)
             case Exported(transfer_id=transfer_id):
                 self._puts.exported(transfer_id, out)
             case StorePut(transfer_id=transfer_id):
@@ -284,6 +296,7 @@ class DecodeBrain:
             raise InvariantError(f"{request.key} is complete without a commit")
         request.prefill_ended_at = commit.last_step_ended_at
         self._ingest.finish(request, out)
+        self._fetches.end_lease(request, "committed", out)
         self._leases.end(request.request_id)
         self._batch.join(request)
         self._emit(request, Sampled(request.request_id, commit.first_token_id, commit.first_logprob), now, out)
@@ -301,6 +314,7 @@ class DecodeBrain:
     def _advance(self, now: float, out: list[DecodeAction]) -> None:
         """What follows from where things are. The step goes first: the engine should not wait for messages."""
         self._admit(now, out)
+        self._fetches.use_slots(out)
         self._ingest.credits.speak(out)
         if not self._ingest.credits.has_thirst:
             self._puts.use(self._ingest.credits.spare_slots, out)
@@ -367,6 +381,7 @@ class DecodeBrain:
     def _let_go(self, request: DecodeRequest, why: str, out: list[DecodeAction]) -> None:
         """Everything at once, but for imports under way: they keep their slot and blocks until they are over."""
         self._ingest.refuse(request, why, out)
+        self._fetches.end_lease(request, why, out)
         self._batch.leave(request)
         self._queue.remove(request)
         request.let_go(self._pool)

@@ -56,7 +56,7 @@ class DecodeQueue:
         if allocated is None:
             return None
         del self._waiting[0]
-        request.hold(*allocated)
+        request.hold(self._pool, *allocated)
         return request
 
     def _blocks(self, request: DecodeRequest) -> int:

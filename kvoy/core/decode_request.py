@@ -45,6 +45,8 @@ class DecodeRequest:
     held: HeldBlocks | None = None
     filled_tokens: int = 0
     """Leading tokens whose KV is in the pool."""
+    is_exact: bool = True
+    """Its KV is bit for bit what an engine computed, of KV that is so too."""
     whole_blocks: int = 0
     """Leading blocks of the prompt that a prefill pod need not ship (again)."""
     registered_blocks: int = 0
@@ -62,6 +64,8 @@ class DecodeRequest:
     receiver: Receiver | None = None
     """Of the handoff of this epoch, until it is over; it may be without a stream."""
     open_imports: int = 0
+    lent_blocks: int = 0
+    """Blocks before this one were lent under the present lease, or asked for after others: they are not lent again."""
     prefill_ended_at: float = 0.0
     """When its prefill pod knew the first token, as that pod's clock has it; 0: no prefill pod did."""
     report: DecodeReport = field(default_factory=DecodeReport)
@@ -107,6 +111,13 @@ class DecodeRequest:
         """Of a running request: more than the last token is to be computed, or the first one is not known yet."""
         return not self.output_tokens or self.filled_tokens < len(self.tokens) - 1
 
+    def lease_objection(self, key: HandoffKey, lease: str) -> str:
+        """Why whoever names this epoch and lease has nothing to do with the request's KV; empty: he has."""
+        is_due = self.phase is Phase.RESERVED and not self.is_renewing
+        if key.epoch < self.epoch:
+            return "old_epoch"
+        return "" if is_due and (key.epoch, lease) == (self.epoch, self.lease) else "no_lease"
+
     @property
     def table(self) -> tuple[int, ...]:
         """Pool block of each block; empty while nothing is held."""
@@ -131,9 +142,10 @@ class DecodeRequest:
         """Ids of the blocks that a cache may give: never the last token's, which must be computed to be followed."""
         return self.chain((len(self.tokens) - 1) // self.spec.block_tokens)
 
-    def hold(self, held: HeldBlocks, matched_blocks: int) -> None:
+    def hold(self, pool: BlockPool, held: HeldBlocks, matched_blocks: int) -> None:
         """Blocks were had, so many of them with KV in them."""
         self.held = held
+        self.is_exact = pool.exact(held) == matched_blocks
         self.whole_blocks = self.registered_blocks = matched_blocks
         self.filled_tokens = matched_blocks * self.spec.block_tokens
 
@@ -152,7 +164,8 @@ class DecodeRequest:
             return
         ids = self.chain(full)
         for index in range(self.registered_blocks, full):
-            pool.register(self.held, index, ids[index], ids[index - 1] if index else b"")
+            parent_id = ids[index - 1] if index else b""
+            pool.register(self.held, index, ids[index], parent_id, is_exact=self.is_exact)
         self.registered_blocks = full
 
     def receive(self, pool: BlockPool, whole_tokens: int) -> None:

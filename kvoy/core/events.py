@@ -7,7 +7,7 @@ it was for has ended: transfers are known by ``transfer_id``, handoffs by their 
 
 from dataclasses import dataclass
 
-from kvoy.core.frames import Commit, FrameHeader, HandoffKey, Opening, ReceiverMessage
+from kvoy.core.frames import Commit, FetchCall, FrameHeader, HandoffKey, Opening, ReceiverMessage
 from kvoy.core.step import StepResult
 from kvoy.core.types import PrefillWork, Request
 
@@ -62,6 +62,17 @@ class StorePut:
 
 
 # --- prefill pods ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFetched:
+    """Answers FetchHeld: the first ``blocks`` of those asked for are in the slot, checked (0 if the decode pod is gone,
+    will not give them, or nobody waits for them any more)."""
+
+    transfer_id: int
+    blocks: int
+    is_damaged: bool = False
+    """What came after them was not what was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +188,34 @@ class CommitArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchAsked:
+    """A prefill pod lacks blocks that are here. ``number`` names its call."""
+
+    call: FetchCall
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTaken:
+    """Answers LendFrame: the transport has taken the frame, and the call can have another one."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """The prefill pod has ended its call, or is gone; not said of a call that EndFetch has ended."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class DrainAsked:
     """Take nothing new; what is here goes on."""
 
 
 SharedEvent = Tick | StepDone | Exported | Imported | StoreLookedUp | StoreFetched | StorePut | HandoffLost | DrainAsked
-PrefillEvent = SharedEvent | WorkSubmitted | WorkCancelled | ReceiverSaid | FrameSent
+PrefillEvent = SharedEvent | HeldFetched | WorkSubmitted | WorkCancelled | ReceiverSaid | FrameSent
 RouterEvent = ReserveAsked | RenewAsked | LeasesKept | RequestCancelled
-DecodeEvent = SharedEvent | RouterEvent | HandoffOpened | FrameArrived | FrameBad | CommitArrived
+FetchEvent = FetchAsked | FrameTaken | FetchEnded
+DecodeEvent = SharedEvent | RouterEvent | FetchEvent | HandoffOpened | FrameArrived | FrameBad | CommitArrived

@@ -33,6 +33,8 @@ class Opening:
     transport: str = GRPC
     """How payloads travel: in the frames, or fetched by the receiver from what ``source`` names."""
     source: bytes = b""
+    is_raw: bool = False
+    """Frames carry KV bit for bit as the sender's pool has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,20 @@ class Refused:
     """The handoff is not wanted: no such lease, an old epoch, another model or format."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCall:
+    """What a prefill pod that lacks blocks asks of the decode pod that holds them: ``[first_block, +blocks)`` of the
+    request, as the pools of both have them. Answered by frames that count from 0 in each call."""
+
+    key: HandoffKey
+    lease: str
+    """The current one: nobody else may read."""
+    fingerprint: str
+    kv_spec: KvSpec
+    first_block: int
+    blocks: int
 
 
 SenderMessage = Opening | FrameHeader | Commit

@@ -67,6 +67,7 @@ class Ingest:
         if request.receiver is None:
             landing = Landing(opening.kv_spec, self._spec, request.held_tokens, request.request.prompt_tokens)
             request.receiver = Receiver(opening, stream_id, self._slot_bytes, landing)
+            request.is_exact &= opening.is_raw and opening.kv_spec.dtype is self._spec.dtype
             request.is_opened = True
             self._tally.add("handoffs_opened")
         else:
@@ -169,15 +170,13 @@ class Ingest:
         is_new = known is not None and opening.attempt > known.opening.attempt
         is_importable = fits(spec, self._spec) and spec.dtype in importable(self._spec.dtype)
         is_other = known is not None and known.opening.kv_spec != spec
+        objection = request.lease_objection(opening.key, opening.lease)
         rules = (
-            (opening.key.epoch < request.epoch, "old_epoch"),
-            (request.phase is not Phase.RESERVED or request.is_renewing, "no_lease"),
-            (opening.key.epoch > request.epoch or opening.lease != request.lease, "no_lease"),
             (request.is_opened and not is_new, "epoch_in_use"),
             (opening.fingerprint != self._fingerprint, "fingerprint"),
             (not is_importable or is_other or spec.layer_bytes > self._slot_bytes, "kv_spec"),
         )
-        return next((reason for is_broken, reason in rules if is_broken), "")
+        return objection or next((reason for is_broken, reason in rules if is_broken), "")
 
     def _resume(
         self, request: DecodeRequest, receiver: Receiver, opening: Opening, stream_id: int, out: list[DecodeAction]

@@ -35,6 +35,8 @@ class Timer(Enum):
     """The pause after a lost stream is over."""
     GIVE_UP = "give up"
     """No stream has been welcome for too long."""
+    FETCH = "fetch"
+    """The decode pod was to give blocks back by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Patience:
 
 
 class Outgoing:
-    """``deadlines`` is shared with PrefillBrain, which acts on all but REOPEN."""
+    """``deadlines`` is shared with PrefillBrain, which acts on them."""
 
     def __init__(
         self, shipping: Shipping, deadlines: Deadlines[tuple[str, Timer]], tally: Tally, patience: Patience

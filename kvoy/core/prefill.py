@@ -1,9 +1,9 @@
 """The brain of a prefill pod: which prompt is admitted when, what each step computes, when frames leave.
 
-Pure: events in, actions out. Blocks are the pool's, open handoffs outgoing's, frames and slots shipping's, reloads
-reloading's; this file only sequences them. Order of actions matters in one place: exports stand before the next
-RunStep, so that what one step filled is shipped while the next computes. Whatever ends a work (done, failed,
-cancelled, late, lost) goes through ``_let_go``, which frees all it holds, once.
+Pure: events in, actions out. Blocks are the pool's, open handoffs outgoing's, frames and slots shipping's, what others
+have and we lack reloading's; this file only sequences them. Order of actions matters in one place: exports stand
+before the next RunStep, so that what one step filled is shipped while the next computes. Whatever ends a work (done,
+failed, cancelled, late, lost) goes through ``_let_go``, which frees all it holds, once.
 """
 
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from kvoy.core.events import (
     Exported,
     FrameSent,
     HandoffLost,
+    HeldFetched,
     Imported,
     PrefillEvent,
     ReceiverSaid,
@@ -44,9 +45,9 @@ from kvoy.core.frames import HandoffKey, ReceiverMessage
 from kvoy.core.handoff import FrameSize, HandoffState
 from kvoy.core.outgoing import Outgoing, Patience, Timer
 from kvoy.core.prefill_intake import Intake
-from kvoy.core.prefill_request import Phase, PrefillRequest
+from kvoy.core.prefill_request import Phase, PrefillRequest, Source
 from kvoy.core.prefill_steps import PrefillSteps
-from kvoy.core.reloading import Reloading
+from kvoy.core.reloading import Limits, Reloading
 from kvoy.core.shipping import Shipping
 from kvoy.core.staging import Slots
 from kvoy.core.types import KvSpec, PodLoad, PrefillWork
@@ -71,6 +72,8 @@ class PrefillParams:
     """A handoff whose stream broke ends when no other one was welcome for so long."""
     max_resends: int = 8
     """A frame that arrives damaged more often than this ends the handoff."""
+    fetch_s: float = 5.0
+    """What the decode pod was to give back and has not by then is computed."""
     wire: WirePolicy = WirePolicy.RAW
 
 
@@ -97,15 +100,18 @@ class PrefillBrain:
         self._slots = Slots(slots)
         self._tally = Tally(PrefillCounters)
         ids = count(1)
-        store_blocks = slot_size.blocks if use_store and slot_size.layers == spec.layers else 0
+        slot_blocks = slot_size.blocks if slot_size.layers == spec.layers else 0
+        store_blocks = slot_blocks if use_store else 0
         self._puts = FramePuts(
             spec, self._slots, ids, self._tally, blocks_per_slot=store_blocks, puts_at_once=slots // 2
         )
         self._shipping = Shipping(self._slots, ids, self._tally, self._puts)
-        self._reloading = Reloading(self._pool, self._slots, ids, self._tally, store_blocks)
         self._queue: dict[str, PrefillRequest] = {}
         self._admitted: dict[str, PrefillRequest] = {}
         self._deadlines: Deadlines[tuple[str, Timer]] = Deadlines()
+        self._reloading = Reloading(
+            self._pool, self._slots, ids, self._tally, self._deadlines, Limits(slot_blocks, use_store, params.fetch_s)
+        )
         patience = Patience(params.silence_s, params.connect_s, params.resume_s)
         self._outgoing = Outgoing(self._shipping, self._deadlines, self._tally, patience)
         self._steps = PrefillSteps(
@@ -126,7 +132,7 @@ class PrefillBrain:
                 self._on_work(event, now, out)
             case StepDone() | Exported() | Imported():
                 self._on_engine(event, out)
-            case StoreLookedUp() | StoreFetched() | StorePut():
+            case StoreLookedUp() | StoreFetched() | StorePut() | HeldFetched():
                 self._on_store(event, out)
             case ReceiverSaid() | FrameSent() | HandoffLost():
                 self._on_peer(event, now, out)
@@ -239,6 +245,8 @@ class PrefillBrain:
                 self._outgoing.reopen(request, out)
             case Timer.GIVE_UP:
                 self._fail(request, "decode_lost", request.lost_reason, out)
+            case Timer.FETCH:
+                self._reloading.give_up(request, out)
             case _:
                 assert_never(timer)
 
@@ -251,12 +259,14 @@ class PrefillBrain:
             case Exported(transfer_id=transfer_id):
                 self._shipping.exported(transfer_id, out)
             case Imported(transfer_id=transfer_id):
-                self._reloading.imported(transfer_id)
+                self._reloading.imported(transfer_id, out)
 
-    def _on_store(self, event: StoreLookedUp | StoreFetched | StorePut, out: list[PrefillAction]) -> None:
+    def _on_store(self, event: StoreLookedUp | StoreFetched | StorePut | HeldFetched, out: list[PrefillAction]) -> None:
         match event:
+            case HeldFetched():
+                self._reloading.held_fetched(event, out)
             case StoreLookedUp(request_id=request_id, present_blocks=blocks):
-                self._reloading.looked_up(request_id, blocks)
+                self._reloading.looked_up(request_id, blocks, out)
             case StoreFetched(transfer_id=transfer_id, blocks=blocks):
                 self._reloading.fetched(transfer_id, blocks, out)
             case StorePut(transfer_id=transfer_id):
@@ -289,10 +299,10 @@ class PrefillBrain:
         elif request.sender.state is HandoffState.COMMITTED:
             self._tally.add("done")
             out.append(WorkDone(key, request.report))
-            self._let_go(request)
+            self._let_go(request, out)
 
     def _advance(self, now: float, out: list[PrefillAction]) -> None:
-        self._admit(out)
+        self._admit(now, out)
         self._use_slots(out)
         self._puts.use_slots(out)
         self._commit(out)
@@ -300,7 +310,7 @@ class PrefillBrain:
         self._steps.start(self._admitted.values(), out)
         self._outgoing.watch(self._admitted.values(), now, has_free_slot=self._slots.free > 0)
 
-    def _admit(self, out: list[PrefillAction]) -> None:
+    def _admit(self, now: float, out: list[PrefillAction]) -> None:
         """In order of arrival, each once blocks for its whole prompt can be had. A handoff is known by its key alone
         and another decode pod may choose the same epoch: no key is used again while frames under it are flying."""
         while self._queue and len(self._admitted) < self._params.max_admitted:
@@ -319,7 +329,7 @@ class PrefillBrain:
             request.fill(self._pool, hit_tokens)
             self._tally.add("cache_asked_tokens", request.prompt_tokens)
             self._tally.add("cache_hit_tokens", hit_tokens)
-            self._reloading.look_up(request, out)
+            self._reloading.begin(request, now, out)
 
     def _use_slots(self, out: list[PrefillAction]) -> None:
         """Each free slot goes to the request that has the fewest, the earlier one of equals."""
@@ -333,7 +343,8 @@ class PrefillBrain:
                 return
             request = min(wanting, key=lambda request: (request.slots_used, request.arrival))
             if request.phase is Phase.RELOADING:
-                self._outgoing.open(request, out)
+                if request.source is Source.STORE:  # what comes from the decode pod is not for it
+                    self._outgoing.open(request, out)
                 self._reloading.fetch(request, out)
             else:
                 self._shipping.ship(request, out)
@@ -357,16 +368,17 @@ class PrefillBrain:
         self._tally.add(f"failed_{reason}")
         if close and request.sender.is_opened and request.sender.state is not HandoffState.AWAY:
             out.append(CloseHandoff(request.key))
-        self._let_go(request)
+        self._let_go(request, out)
         out.append(WorkFailed(request.key, reason, message))
 
-    def _let_go(self, request: PrefillRequest) -> None:
+    def _let_go(self, request: PrefillRequest, out: list[PrefillAction]) -> None:
         """Everything at once, but for slots that somebody still reads or writes: they go when that use ends."""
         request.phase = Phase.OVER
         if request.held is not None:
             self._pool.free(request.held)
             request.held = None
         self._shipping.abandon(request.key)
+        self._reloading.let_go(request, out)
         self._queue.pop(request.request_id, None)
         self._admitted.pop(request.request_id, None)
         for timer in Timer:

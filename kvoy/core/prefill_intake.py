@@ -48,7 +48,11 @@ class Intake:
         request, reservation, spec = work.request, work.reservation, self.fit.spec
         wire = self._wire_spec(reservation)
         opening = Opening(
-            HandoffKey(reservation.request_id, reservation.epoch), reservation.lease, self.fit.fingerprint, wire
+            HandoffKey(reservation.request_id, reservation.epoch),
+            reservation.lease,
+            self.fit.fingerprint,
+            wire,
+            is_raw=wire.dtype is spec.dtype,
         )
         held_tokens = reservation.held_blocks * reservation.kv_spec.block_tokens
         blocks = blocks_to_ship(wire, held_tokens, request.prompt_tokens)

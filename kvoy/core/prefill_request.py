@@ -1,9 +1,11 @@
 """One work on a prefill pod: how far it is and what it holds. Owner: PrefillBrain; its parts change what is theirs.
 
-    QUEUED -admitted-> LOOKING_UP -> RELOADING <-> FETCHING -> COMPUTING -last chunk-> COMPUTED
-                                                                             any -done, failed-> OVER
+    QUEUED -admitted-> RELOADING <-> FETCHING (from the decode pod, what that has and our pool has not)
+                           -> LOOKING_UP -> RELOADING <-> FETCHING (from the kvstore)
+                           -> COMPUTING -last chunk-> COMPUTED                            any -done, failed-> OVER
 
-The handoff runs beside this from the first fetch or chunk on: what is in the pool is offered to the sender at once.
+The handoff runs beside this from the first fetch from the kvstore, or chunk, on: what is in the pool is offered to the
+sender at once.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,12 +27,19 @@ class Phase(Enum):
     RELOADING = "reloading"
     """The next blocks are to be fetched, once a slot is free."""
     FETCHING = "fetching"
-    """Blocks are on their way from the kvstore into the pool."""
+    """Blocks are on their way into the pool."""
     COMPUTING = "computing"
     COMPUTED = "computed"
     """The first token is known; what is left is the handoff."""
     OVER = "over"
     """It holds nothing. Slots that somebody still uses are the slots' own affair."""
+
+
+class Source(Enum):
+    """Where blocks come from that are not in our pool and need not be computed."""
+
+    DECODE = "the decode pod of the request"
+    STORE = "the kvstore"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +57,10 @@ class PrefillRequest:
     filled_tokens: int = 0
     """Leading tokens whose KV is in the pool: matched, reloaded or computed."""
     registered_blocks: int = 0
+    source: Source = Source.DECODE
+    """Is asked first."""
+    source_blocks: int = 0
+    """Leading blocks that are in our pool or to be had from ``source``."""
     stored_blocks: int = 0
     """Leading blocks that need no PutToStore: in our pool before, or in the kvstore."""
     slots_used: int = 0
@@ -89,12 +102,18 @@ class PrefillRequest:
     @property
     def is_raw(self) -> bool:
         """Frames carry KV as our pool has it."""
-        return self.sender.opening.kv_spec.dtype is self.spec.dtype
+        return self.sender.opening.is_raw
 
     @property
     def reusable_ids(self) -> list[bytes]:
         """Ids of blocks that a cache may give: never the last token's, which must be computed to be followed."""
         return self.ids[: (self.prompt_tokens - 1) // self.block_tokens]
+
+    @property
+    def lendable_blocks(self) -> int:
+        """Leading blocks that the decode pod gives back and our pool takes as they are."""
+        reservation = self.work.reservation
+        return min(reservation.lendable_blocks, len(self.reusable_ids)) if reservation.kv_spec == self.spec else 0
 
     @property
     def table(self) -> list[int]:

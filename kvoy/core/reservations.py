@@ -7,6 +7,7 @@ exactly what need not come again. Knows which request wants what; handoffs are i
 from kvoy.core.actions import DecodeAction, SayReserved
 from kvoy.core.counters import Tally
 from kvoy.core.decode_request import DecodeRequest, Phase
+from kvoy.core.fetches import Fetches
 from kvoy.core.ingest import Ingest
 from kvoy.core.leases import Leases
 from kvoy.core.types import KvSpec, Reservation
@@ -17,13 +18,22 @@ class Reservations:
     """Owner: DecodeBrain. Frames of ``slot_bytes`` at most come to ``ingest_address``."""
 
     def __init__(
-        self, spec: KvSpec, slot_bytes: int, ingest_address: str, *, leases: Leases, ingest: Ingest, tally: Tally
+        self,
+        spec: KvSpec,
+        slot_bytes: int,
+        ingest_address: str,
+        *,
+        leases: Leases,
+        ingest: Ingest,
+        fetches: Fetches,
+        tally: Tally,
     ) -> None:
         self._spec = spec
         self._slot_bytes = slot_bytes
         self._ingest_address = ingest_address
         self._leases = leases
         self._ingest = ingest
+        self._fetches = fetches
         self._tally = tally
 
     def say(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
@@ -37,6 +47,7 @@ class Reservations:
             self._spec,
             self._slot_bytes,
             importable(self._spec.dtype),
+            lendable_blocks=self._fetches.lendable_blocks(request),
         )
         out.append(SayReserved(request.source, reservation))
 
@@ -63,6 +74,7 @@ class Reservations:
     def _begin_epoch(self, request: DecodeRequest, now: float, out: list[DecodeAction]) -> None:
         self._tally.add("renewals")
         self._ingest.refuse(request, "old_epoch", out)
+        self._fetches.end_lease(request, "old_epoch", out)
         request.epoch += 1
         request.is_renewing = True
         request.is_renewal_due = False

@@ -1,7 +1,8 @@
 """What a decode pod gives the kvstore: full blocks of finished requests, when slots are idle.
 
 Owns the backlog and the puts under way. It holds no blocks: it knows them by id, and what was evicted before its
-turn is skipped and counted. So it never stands between a request and the blocks or slots it needs.
+turn is skipped and counted, and so is what came in another format than an engine computed it in, or was computed of
+that. So it never stands between a request and the blocks or slots it needs.
 """
 
 from collections import deque
@@ -81,7 +82,7 @@ class StorePuts:
         while self._backlog and spare_slots > 1 and len(self.slots_held) < at_once:
             chain = self._backlog[0]
             ids = chain.ids[chain.next_index : chain.next_index + self._blocks_per_slot]
-            found = [self._pool.find(block_id) for block_id in ids]
+            found = [self._pool.find_exact(block_id) for block_id in ids]
             blocks = tuple(block for block in found if block is not None)
             if len(blocks) < len(ids):
                 self._skip(self._backlog.popleft())

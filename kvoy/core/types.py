@@ -216,6 +216,8 @@ class Reservation:
     """What frames may carry besides ``kv_spec.dtype``: the pod turns it into that."""
     transports: tuple[TransportOffer, ...] = ()
     """Ways for payloads besides gRPC, which is always there; the prefill pod chooses."""
+    lendable_blocks: int = 0
+    """Of ``held_blocks``, leading ones that the pod gives back: what an engine computed, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,7 @@ class PrefillReport:
     shipped_bytes: int = 0
     reloaded_tokens: int = 0
     resent_frames: int = 0
+    fetched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

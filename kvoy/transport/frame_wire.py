@@ -28,6 +28,7 @@ from kvoy.v1 import kv_pb2 as pb
 MAX_FRAME_BYTES = 5 * 1024 * 1024
 _PAYLOAD_TAG = bytes([15 << 3 | 2])
 _FRAME_TAG = bytes([pb.PushRequest.FRAME_FIELD_NUMBER << 3 | 2])
+_LENT_TAG = bytes([pb.FetchResponse.FRAME_FIELD_NUMBER << 3 | 2])
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _LENGTH = struct.Struct("<I")
 _HEADER = struct.Struct("<QQIIIIIII")
@@ -102,6 +103,15 @@ def block_checksum(block_id: bytes, payload: memoryview) -> int:
 
 def frame_to_wire(header: FrameHeader, payload: memoryview) -> bytes:
     """A PushRequest that holds the frame, checksums included."""
+    return _carried_to_wire(_FRAME_TAG, header, payload)
+
+
+def lent_to_wire(header: FrameHeader, payload: memoryview) -> bytes:
+    """A FetchResponse that holds the frame, checksums included."""
+    return _carried_to_wire(_LENT_TAG, header, payload)
+
+
+def _carried_to_wire(tag: bytes, header: FrameHeader, payload: memoryview) -> bytes:
     if payload.nbytes > MAX_FRAME_BYTES:
         raise InvalidRequest(f"A frame of {payload.nbytes} bytes is too large; at most {MAX_FRAME_BYTES} may cross.")
     checksum = payload_checksum(payload)
@@ -111,7 +121,7 @@ def frame_to_wire(header: FrameHeader, payload: memoryview) -> bytes:
         payload_checksum=checksum,
     )
     head = message.SerializeToString() + _payload_head(payload)
-    return b"".join((_FRAME_TAG, _varint(len(head) + payload.nbytes), head, payload))
+    return b"".join((tag, _varint(len(head) + payload.nbytes), head, payload))
 
 
 def reference_to_wire(header: FrameHeader, payload: memoryview, source_offset: int) -> bytes:
@@ -139,11 +149,22 @@ def push_from_wire(wire: bytes) -> Opening | Frame | Commit:
         case "commit":
             return kv.commit_from_proto(message.commit)
         case "frame":
-            payload = memoryview(message.frame.payload)
-            message.frame.ClearField("payload")
-            return _frame(memoryview(message.frame.SerializeToString()), payload)
+            return _parsed_frame(message.frame)
         case _:
             raise InvalidRequest("event is missing; a PushRequest holds opening, frame or commit.", "event")
+
+
+def lent_from_wire(wire: bytes) -> Frame:
+    """The frame of a FetchResponse."""
+    frame = _only_field(memoryview(wire), _LENT_TAG[0])
+    return _parsed_frame(fields.parse(pb.FetchResponse, wire).frame) if frame is None else _frame(*_split(frame))
+
+
+def _parsed_frame(message: pb.Frame) -> Frame:
+    """Of a message that does not lie as we write it."""
+    payload = memoryview(message.payload)
+    message.ClearField("payload")
+    return _frame(memoryview(message.SerializeToString()), payload)
 
 
 def _frame(head: memoryview, payload: memoryview) -> Frame:

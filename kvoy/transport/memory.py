@@ -1,16 +1,18 @@
 """In-memory twins of the ports, for tests and for services in one process. They pass the same suites as the real
-adapters; the handoff twin runs the real codec and the real receiver's face over a pipe of bytes.
+adapters; the twins of handoffs and fetches run the real codec and the real decode pod's face over a pipe of bytes.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from kvoy.core.errors import KvoyError, PeerError
-from kvoy.core.frames import Opening
+from kvoy.core.frames import FetchCall, Opening
 from kvoy.core.types import KvSpec, Pod, TransportOffer
+from kvoy.transport.codec import kv
+from kvoy.transport.kv_held import HeldHandler, held_service, take_lent
 from kvoy.transport.kv_stream import IngestHandler, SenderStream, ingest_service
-from kvoy.transport.ports import HandoffStream, Subscription
+from kvoy.transport.ports import HandoffStream, Lent, Subscription
 from kvoy.transport.rpc import Duplex
 
 _log = logging.getLogger(__name__)
@@ -153,6 +155,31 @@ class MemoryHandoffConnector:
             await pipe.ended()
 
 
+class MemoryLender:
+    """KvLender of HeldHandlers of this process, by address."""
+
+    def __init__(self, pods: dict[str, HeldHandler]) -> None:
+        self._methods = {address: held_service(handler).methods["Fetch"] for address, handler in pods.items()}
+
+    async def fetch(self, address: str, call: FetchCall, into: memoryview, timeout_s: float) -> Lent:
+        """See ports.KvLender."""
+        method = self._methods.get(address)
+        if not isinstance(method, Duplex):
+            return Lent(0, f"{address} cannot be reached: nobody listens there.")
+        pipe = _Pipe(method, address, timeout_s)
+        try:
+            await pipe.write(kv.fetch_to_proto(call).SerializeToString())
+            return await take_lent(_answers(pipe), address, call, into)
+        finally:
+            pipe.cancel()
+            await pipe.ended()
+
+
+async def _answers(pipe: "_Pipe") -> AsyncIterator[bytes]:
+    while (wire := await pipe.read()) is not None:
+        yield wire
+
+
 class _Pipe:
     """A call within this process: the caller's end, and the task that runs the receiver on the other end."""
 
@@ -168,11 +195,11 @@ class _Pipe:
             async with asyncio.timeout(timeout_s):
                 await method.converse(_ReceiverEnd(self._up, self._down))
         except TimeoutError:
-            self._error = PeerError(f"The handoff to {self._address} took longer than {timeout_s} s.", "deadline")
+            self._error = PeerError(f"The call to {self._address} took longer than {timeout_s} s.", "deadline")
         except KvoyError as error:
             self._error = error
         except asyncio.CancelledError:
-            self._error = PeerError(f"The handoff to {self._address} was closed on this side.", "closed")
+            self._error = PeerError(f"The call to {self._address} was closed on this side.", "closed")
         finally:
             self._down.put_nowait(None)
 
@@ -189,7 +216,7 @@ class _Pipe:
         try:
             await asyncio.wait({put, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if self._task.done():
-                raise self._error or PeerError(f"{self._address} has ended the handoff.", "receiver_lost")
+                raise self._error or PeerError(f"{self._address} has ended the call.", "receiver_lost")
         finally:
             put.cancel()
 

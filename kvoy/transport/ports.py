@@ -6,9 +6,10 @@ Each port has a real adapter (redis_directory, nats_bus, kv_stream, clients) and
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from kvoy.core.frames import Commit, FrameHeader, Opening, ReceiverMessage
+from kvoy.core.frames import Commit, FetchCall, FrameHeader, Opening, ReceiverMessage
 from kvoy.core.types import KvSpec, Pod, TransportOffer
 
 
@@ -85,6 +86,27 @@ class HandoffConnector(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What came of a fetch."""
+
+    blocks: int
+    """Leading ones of those asked for that are there, checked."""
+    problem: str = ""
+    """Why these are not all, as a sentence."""
+    is_damaged: bool = False
+    """What came after them was not what was sent."""
+
+
+class KvLender(Protocol):
+    """Decode pods as a prefill pod sees them that lacks what they hold."""
+
+    async def fetch(self, address: str, call: FetchCall, into: memoryview, timeout_s: float) -> Lent:
+        """Writes the blocks into ``into``. Raises nothing: a pod that cannot be reached, does not want it, takes longer
+        than ``timeout_s`` or sends damaged frames gives fewer. Cancelled, it writes no more."""
+        ...
 
 
 class BlockStore(Protocol):

@@ -1,4 +1,5 @@
-"""Carries out the orders of a decode pod's brain: engine and kvstore (shared), frames, words to routers and senders."""
+"""Carries out the orders of a decode pod's brain: engine and kvstore (shared), frames in and out, words to routers and
+prefill pods."""
 
 import asyncio
 import logging
@@ -7,7 +8,9 @@ from collections.abc import Callable
 from kvoy.core.actions import (
     DecodeAction,
     DropFrame,
+    EndFetch,
     ImportFrame,
+    LendFrame,
     NoteExposed,
     SayOutputs,
     SayRejected,
@@ -19,6 +22,7 @@ from kvoy.core.events import FrameBad
 from kvoy.engine.messages import ImportBlocks
 from kvoy.runtime.engine_effects import EngineEffects
 from kvoy.transport.payloads import Payload
+from services.decode.fetch_calls import FetchCalls
 from services.decode.ingest import Ingest
 from services.decode.sessions import Sessions
 
@@ -33,14 +37,16 @@ class DecodeEffects:
         shared: EngineEffects,
         sessions: Sessions,
         ingest: Ingest,
+        fetches: FetchCalls,
+        *,
         tasks: asyncio.TaskGroup,
         post: Callable[[FrameBad], None],
-        *,
         exposed: Callable[[float], None],
     ) -> None:
         self._shared = shared
         self._sessions = sessions
         self._ingest = ingest
+        self._fetches = fetches
         self._tasks = tasks
         self._post = post
         self._exposed = exposed
@@ -55,6 +61,10 @@ class DecodeEffects:
                 self._ingest.say(action)
             case SayReserved() | SayRejected() | SayOutputs():
                 self._sessions.say(action)
+            case LendFrame(_, _, slot, payload_bytes):
+                self._fetches.lend(action, self._shared.slot(slot, payload_bytes))
+            case EndFetch():
+                self._fetches.end(action)
             case NoteExposed(seconds):
                 self._exposed(seconds)
             case _:

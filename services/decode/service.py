@@ -1,4 +1,4 @@
-"""Puts a decode pod together: engine, brain, effects and its two gRPC faces."""
+"""Puts a decode pod together: engine, brain, effects and its three gRPC faces."""
 
 from functools import partial
 
@@ -14,9 +14,11 @@ from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
 from kvoy.telemetry.metrics import EXPOSED_BUCKETS_S, Instrument, Kind
 from kvoy.transport.decode import decode_service
+from kvoy.transport.kv_held import held_service
 from kvoy.transport.kv_stream import ingest_service
 from services.decode.config import DecodeConfig
 from services.decode.effects import DecodeEffects
+from services.decode.fetch_calls import FetchCalls
 from services.decode.ingest import Ingest
 from services.decode.payload_way import payload_ways
 from services.decode.sessions import Sessions
@@ -58,11 +60,18 @@ def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineSer
     payloads = payload_ways(pod, config)
     sessions = Sessions(loop, ready.model, lambda: pod.describe().address, payloads.offers)
     ingest = Ingest(loop, room=engine.slab.slots, received=PayloadCount(pod.metrics, "decode", "received").add)
+    fetches = FetchCalls(loop)
     store = StoreLink.through(pod)
     shared = EngineEffects(engine, store, pod, loop.post)
     effects = DecodeEffects(
-        shared, sessions, ingest, pod.tasks, loop.post, exposed=partial(pod.metrics.record, EXPOSED)
+        shared,
+        sessions,
+        ingest,
+        fetches,
+        tasks=pod.tasks,
+        post=loop.post,
+        exposed=partial(pod.metrics.record, EXPOSED),
     )
     watch_engine_pod(pod, "decode", brain, ready.kv_spec, store)
-    faces = [decode_service(sessions), ingest_service(ingest, payloads.sources)]
+    faces = [decode_service(sessions), ingest_service(ingest, payloads.sources), held_service(fetches)]
     return EngineService(engine, brain, loop, shared, faces, sessions.fail)

@@ -1,10 +1,12 @@
-"""Carries out the orders of a prefill pod's brain: engine and kvstore (shared), handoffs, words to routers."""
+"""Carries out the orders of a prefill pod's brain: engine and kvstore (shared), fetches, handoffs, words to routers."""
 
 import asyncio
 from collections.abc import Callable
 
 from kvoy.core.actions import (
+    CancelFetch,
     CloseHandoff,
+    FetchHeld,
     OpenHandoff,
     PrefillAction,
     SendCommit,
@@ -17,6 +19,7 @@ from kvoy.core.events import HandoffLost, PrefillEvent
 from kvoy.core.frames import HandoffKey
 from kvoy.runtime.engine_effects import EngineEffects
 from kvoy.transport.ports import HandoffConnector
+from services.prefill.fetching import Fetching
 from services.prefill.handoff import OutgoingHandoff
 from services.prefill.servicer import PrefillServicer
 
@@ -29,12 +32,15 @@ class PrefillEffects:
         shared: EngineEffects,
         servicer: PrefillServicer,
         connector: HandoffConnector,
+        fetching: Fetching,
+        *,
         tasks: asyncio.TaskGroup,
         post: Callable[[PrefillEvent], None],
     ) -> None:
         self._shared = shared
         self._servicer = servicer
         self._connector = connector
+        self._fetching = fetching
         self._tasks = tasks
         self._post = post
         self._handoffs: dict[HandoffKey, OutgoingHandoff] = {}
@@ -50,6 +56,10 @@ class PrefillEffects:
                 self._order(commit.key, action)
             case CloseHandoff(key):
                 self._close(key)
+            case FetchHeld():
+                self._fetching.start(action)
+            case CancelFetch(transfer_id):
+                self._fetching.cancel(transfer_id)
             case WorkStarted() | WorkDone() | WorkFailed():
                 self._servicer.say(action)
             case _:

@@ -13,6 +13,7 @@ from kvoy.runtime.loop import BrainLoop
 from kvoy.runtime.payload_count import PayloadCount, payload_table
 from kvoy.runtime.pod import PodRuntime
 from kvoy.runtime.store_link import StoreLink
+from kvoy.transport.kv_held import GrpcLender
 from kvoy.transport.kv_stream import GrpcHandoffConnector
 from kvoy.transport.links import Link, Links
 from kvoy.transport.nixl import NixlLink
@@ -21,6 +22,7 @@ from kvoy.transport.shm import ShmLink
 from kvoy.transport.tcp import TcpLink
 from services.prefill.config import PrefillConfig
 from services.prefill.effects import PrefillEffects
+from services.prefill.fetching import Fetching
 from services.prefill.servicer import PrefillServicer
 
 TABLE = (
@@ -32,8 +34,9 @@ TABLE = (
 def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineService:
     """The service around a worker that is ready."""
     ready = engine.ready
+    params = PrefillParams(chunk_tokens=config.chunk_tokens, wire=WirePolicy(config.wire))
     brain = PrefillBrain(
-        PrefillParams(chunk_tokens=config.chunk_tokens, wire=WirePolicy(config.wire)),
+        params,
         ready.kv_spec,
         pool_blocks=ready.pool_blocks,
         slots=engine.slab.slots,
@@ -54,7 +57,8 @@ def assemble(pod: PodRuntime, config: PrefillConfig, engine: Engine) -> EngineSe
     connector = GrpcHandoffConnector(
         pod.channels, _links(config, engine), streams=config.handoff_streams, sent=sent.add
     )
-    effects = PrefillEffects(shared, servicer, connector, pod.tasks, loop.post)
+    fetching = Fetching(GrpcLender(pod.channels), shared.slot, pod.tasks, loop.post, params.fetch_s)
+    effects = PrefillEffects(shared, servicer, connector, fetching, tasks=pod.tasks, post=loop.post)
     watch_engine_pod(pod, "prefill", brain, ready.kv_spec, store)
     return EngineService(engine, brain, loop, shared, [prefill_service(servicer)], servicer.fail, connector.close)
 

@@ -158,6 +158,7 @@ class DecodePod(Pod):
             wrong.get("fingerprint", FINGERPRINT),
             wrong.get("spec", SPEC),
             wrong.get("attempt", 0),
+            is_raw=wrong.get("is_raw", True),
         )
         return self.tell(HandoffOpened(opening, stream))
 

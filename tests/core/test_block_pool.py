@@ -157,7 +157,7 @@ def test_changes_that_cancel_out_are_not_told():
     second, _ = pool.allocate(2)
     pool.free(second)
     assert pool.take_changes() == ((), (C, A))
-    assert pool.find(A) is None
+    assert pool.find_exact(A) is None
 
 
 @pytest.mark.parametrize(

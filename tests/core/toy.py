@@ -21,6 +21,14 @@ VOCAB_TOKENS = 100_003
 _PRIME = 2**31 - 1
 
 
+class Rounded(int):
+    """KV that has been in another number format than an engine computed it in, or was computed of such."""
+
+    @classmethod
+    def anywhere(cls, blocks):
+        return any(isinstance(kv, cls) for block in blocks for kvs in block.values() for kv in kvs)
+
+
 def follow(tokens):
     """The token after these."""
     return SPEC.layers * sum(_chains(0, tokens)) % VOCAB_TOKENS
@@ -43,8 +51,19 @@ def request(request_id="r", prompt=10, *, first=1, max_tokens=4, stop=(), salt="
     return Request(request_id, token_ids, sampling, FINGERPRINT, cache_salt=salt, deadline=deadline)
 
 
-def reservation(request_id="r", epoch=1, held_blocks=0, *, lease="lease-1", spec=SPEC, max_frame_bytes=0, accepts=()):
-    return Reservation(request_id, epoch, lease, "decode:1", held_blocks, spec, max_frame_bytes, accepts)
+def reservation(
+    request_id="r",
+    epoch=1,
+    held_blocks=0,
+    *,
+    lease="lease-1",
+    spec=SPEC,
+    max_frame_bytes=0,
+    accepts=(),
+    lendable_blocks=0,
+):
+    sizes = (held_blocks, spec, max_frame_bytes, accepts)
+    return Reservation(request_id, epoch, lease, "decode:1", *sizes, lendable_blocks=lendable_blocks)
 
 
 @dataclass(eq=False)
@@ -77,7 +96,8 @@ class ToyEngine:
             case RunStep(plan):
                 return self._run(plan)
             case ExportBlocks(transfer_id, slot, blocks, first, layers, valid_tokens, wire):
-                self.slots[slot] = self._export(blocks, range(first, first + layers), valid_tokens)
+                kind = int if wire is None else Rounded
+                self.slots[slot] = self._export(blocks, range(first, first + layers), valid_tokens, kind)
                 assert wire is not self.spec.dtype, "as the pool has it is None"
                 self.slot_dtypes[slot] = wire or self.spec.dtype
                 layer_bytes = replace(self.spec, dtype=self.slot_dtypes[slot]).layer_bytes
@@ -116,9 +136,11 @@ class ToyEngine:
         assert len(set(table)) == len(table)
         assert all(0 <= block < self.pool_blocks for block in table)
         before = self._read(table, 0, start - 1) if start else 0
+        is_rounded = any(isinstance(self._read(table, 0, at), Rounded) for at in range(start))
+        kind = Rounded if is_rounded else int
         for position, chain in enumerate(_chains(before, tokens), start):
             for layer in range(self.spec.layers):
-                self._cell(table, layer, position)[position % self.spec.block_tokens] = chain + layer
+                self._cell(table, layer, position)[position % self.spec.block_tokens] = kind(chain + layer)
         if sampling is None:
             return None
         read = [self._read(table, layer, at) - layer for layer in range(self.spec.layers) for at in range(end)]
@@ -131,26 +153,27 @@ class ToyEngine:
         key = (table[position // self.spec.block_tokens], layer)
         return self.memory.setdefault(key, [0] * self.spec.block_tokens)
 
-    def _export(self, blocks, layers, valid_tokens):
+    def _export(self, blocks, layers, valid_tokens, kind):
         size = self.spec.block_tokens
         content = []
         for index, block in enumerate(blocks):
             valid = max(0, min(size, valid_tokens - index * size))
             empty = [0] * size
-            content.append(
-                {layer: self.memory.get((block, layer), empty)[:valid] + [0] * (size - valid) for layer in layers}
-            )
+            cells = {layer: self.memory.get((block, layer), empty)[:valid] for layer in layers}
+            filled = {layer: [_as(kind, kv) for kv in kvs] for layer, kvs in cells.items()}
+            content.append({layer: kvs + [0] * (size - valid) for layer, kvs in filled.items()})
         return content
 
     def _import_run(self, slot, blocks, layers, run):
         size = self.spec.block_tokens
+        kind = int if run.dtype is self.spec.dtype else Rounded
         for layer in layers:
             tokens = [token for content in self.slots[slot] for token in content[layer]]
             assert len(tokens) == run.blocks * run.block_tokens
             for at, token in enumerate(tokens[run.skip_tokens :], run.first_token + run.skip_tokens):
                 assert at >= 0, "a token that is not skipped lies before our blocks"
                 if at < len(blocks) * size:
-                    self.memory.setdefault((blocks[at // size], layer), [0] * size)[at % size] = token
+                    self.memory.setdefault((blocks[at // size], layer), [0] * size)[at % size] = _as(kind, token)
 
     def _import(self, slot, blocks, layers):
         assert self.slot_dtypes[slot] is self.spec.dtype
@@ -158,6 +181,11 @@ class ToyEngine:
         for content, block in zip(self.slots[slot], blocks, strict=False):
             for layer in layers:
                 self.memory[block, layer] = list(content[layer])
+
+
+def _as(kind, kv):
+    """What is rounded stays so."""
+    return kv if isinstance(kv, kind) else kind(kv)
 
 
 def _chains(before, tokens):

@@ -13,10 +13,10 @@ from functools import partial
 from kvoy.core import actions as do
 from kvoy.core import events as ev
 from kvoy.core.decode import DecodeBrain, DecodeParams
-from kvoy.core.frames import Committed, HandoffKey, Refused
+from kvoy.core.frames import Committed, FetchCall, HandoffKey, Refused
 from kvoy.core.prefill import PrefillBrain, PrefillParams
 from kvoy.core.types import FinishReason, PrefillWork
-from tests.core.toy import CONTEXT_TOKENS, FINGERPRINT, SPEC, ToyEngine, continuation
+from tests.core.toy import CONTEXT_TOKENS, FINGERPRINT, SPEC, Rounded, ToyEngine, continuation
 
 LAST_MESSAGES = (Committed, Refused)
 
@@ -33,6 +33,20 @@ class Stream:
     is_welcomed: bool = False
     unanswered: int = 0
     arrivals: dict[int, list] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Call:
+    """One fetch of blocks that the decode pod holds."""
+
+    transfer_id: int
+    call: FetchCall
+    slot: int
+    blocks: int = 0
+    """So many are in the slot."""
+    is_open: bool = True
+    is_told: bool = False
+    """The prefill pod has its answer."""
 
 
 @dataclass(eq=False)
@@ -74,7 +88,8 @@ class World:
         self.now = 1000.0
         self.context_tokens = context_tokens
         self.max_renewals = max_renewals
-        self.p_engine = ToyEngine(spec, prefill_blocks, [[] for _ in range(slots)], slot_bytes)
+        self.fresh_p_engine = lambda: ToyEngine(spec, prefill_blocks, [[] for _ in range(slots)], slot_bytes)
+        self.p_engine = self.fresh_p_engine()
         self.d_engine = ToyEngine(decode_spec, decode_blocks, [[] for _ in range(slots)], decode_slot_bytes)
         self.fresh_p = partial(
             PrefillBrain,
@@ -90,6 +105,7 @@ class World:
         self.lanes = {}
         self.streams = {}
         self.p_streams = {}
+        self.calls = {}
         self.clients = {}
         self.store = {}
         self.store_is_away = False
@@ -98,6 +114,10 @@ class World:
         """The header that is read instead of this one, whose number may be wrong; None: it came as it was sent."""
         self.spoil = lambda _: False
         """Whether the payload of this frame is not what was sent, though the header is."""
+        self.lends = lambda _: True
+        """Whether the decode pod ever hears of this fetch."""
+        self.spoil_lent = lambda _: False
+        """Whether what is given back under this header is not what was sent."""
         self.log = []
         """(pod, event or action), as they came."""
         self.handled = {"p": [], "d": []}
@@ -140,6 +160,35 @@ class World:
         else:
             self._end_stream(stream)
         self._lose_p(stream, "cut")
+
+    def kill_p(self):
+        """The prefill pod is killed and another one, which knows nothing, takes its place; the router sees the works
+        that are lost, and asks for new epochs."""
+        for stream in self.streams.values():
+            stream.unanswered = 0
+            if stream.is_open:
+                self._end_stream(stream)
+        for number, call in self.calls.items():
+            if call.is_open:
+                self._end_call(number)
+                self._later("lost d", self.to_d, ev.FetchEnded(number))
+            call.is_told = True
+        for name in [*self.lanes]:
+            if name.startswith(("engine p", "lost p", "look ", "store p", "fetched ")):
+                del self.lanes[name]
+        self.p, self.p_engine = self.fresh_p(), self.fresh_p_engine()
+        self.announced["p"], self.handled["p"] = set(), []
+        lost = [key for client in self.clients.values() for key in client.works if not is_done(client.works[key])]
+        for key in lost:
+            self._hear_p(key, do.WorkFailed(key, "lost", "the pod was killed"))
+
+    def cut_call(self, number):
+        """The connection of a fetch breaks."""
+        call = self.calls[number]
+        if call.is_open:
+            self._end_call(number)
+            self._later("lost d", self.to_d, ev.FetchEnded(number))
+            self._later(f"fetched {number}", self._answer_fetch, call)
 
     def advance(self, seconds):
         """Time passes; deadlines come due one after the other."""
@@ -192,6 +241,7 @@ class World:
             assert (load.leases, load.tokens_waiting) == (0, 0)
         assert not any(stream.arrivals for stream in self.streams.values()), "a payload was never taken nor dropped"
         assert not any(stream.unanswered for stream in self.streams.values())
+        assert all(call.is_told and not call.is_open for call in self.calls.values())
         for client in self.clients.values():
             self._assert_ended(client)
         p, d = self.p.counters, self.d.counters
@@ -273,6 +323,8 @@ class World:
                     self._end_stream(stream)
                     if stream.unanswered:
                         self._lose_p(stream, "closed")
+            case do.FetchHeld() | do.CancelFetch():
+                self._fetch_held(action)
             case do.WorkStarted(key) | do.WorkDone(key) | do.WorkFailed(key):
                 self._hear_p(key, action)
             case _:
@@ -298,6 +350,8 @@ class World:
                 self._payload(number, header)
             case do.SayToSender(_, number, message):
                 self._say(self.streams[number], message)
+            case do.LendFrame() | do.EndFetch():
+                self._lend(action)
             case do.NoteExposed(seconds):
                 assert seconds >= 0
             case _:
@@ -347,12 +401,68 @@ class World:
         tell(ev.StoreFetched(transfer_id, len(found)))
 
     def _put(self, tell, engine, transfer_id, ids, slot):
-        assert engine.slot_dtypes[slot] is engine.spec.dtype, "what is kept is what was computed"
+        assert engine.slot_dtypes[slot] is engine.spec.dtype
+        assert not Rounded.anywhere(engine.slots[slot]), "what is kept is what was computed"
         if not self.store_is_away:
             for block_id, content in zip(ids, engine.slots[slot], strict=False):
                 kept = self.store.setdefault(engine.key(block_id), {layer: list(kv) for layer, kv in content.items()})
                 assert kept == content, "two contents under one id"
         tell(ev.StorePut(transfer_id))
+
+    # fetches from the decode pod
+
+    def _fetch_held(self, action):
+        match action:
+            case do.FetchHeld(transfer_id, _, call, slot):
+                number = len(self.calls) + 1
+                self.calls[number] = Call(transfer_id, call, slot)
+                self.p_engine.slots[slot], self.p_engine.slot_dtypes[slot] = [], call.kv_spec.dtype
+                if self.lends(call):
+                    self._later(f"ask {number}", self.to_d, ev.FetchAsked(call, number))
+            case do.CancelFetch(transfer_id):
+                self.cut_call(max(n for n, call in self.calls.items() if call.transfer_id == transfer_id))
+
+    def _lend(self, action):
+        match action:
+            case do.LendFrame(header, number, slot, payload_bytes):
+                assert payload_bytes == header.payload_bytes(self.d_engine.spec)
+                if self.calls[number].is_open:
+                    content = [{layer: list(kv) for layer, kv in block.items()} for block in self.d_engine.slots[slot]]
+                    self._later(f"lend {number}", self._lent, number, header, content)
+            case do.EndFetch(number, reason):
+                if self.calls[number].is_open:
+                    if reason:
+                        self.lanes.pop(f"lend {number}", None)
+                    self._later(f"lend {number}", self._end_lent, number)
+
+    def _lent(self, number, header, content):
+        call = self.calls[number]
+        spec = self.p_engine.spec
+        assert header.key == call.call.key
+        assert header.first_block == call.call.first_block + call.blocks
+        assert (header.first_layer, header.layers, header.heads) == (0, spec.layers, spec.kv_heads)
+        assert not Rounded.anywhere(content), "what is given back is what was computed"
+        if self.spoil_lent(header):
+            self._end_call(number)
+            self._later("lost d", self.to_d, ev.FetchEnded(number))
+            self._answer_fetch(call, is_damaged=True)
+            return
+        call.blocks += header.blocks
+        self.p_engine.slots[call.slot] += content
+        self._later(f"ask {number}", self.to_d, ev.FrameTaken(number))
+
+    def _end_lent(self, number):
+        self._end_call(number)
+        self._answer_fetch(self.calls[number])
+
+    def _end_call(self, number):
+        self.calls[number].is_open = False
+        for lane in ("ask", "lend"):
+            self.lanes.pop(f"{lane} {number}", None)
+
+    def _answer_fetch(self, call, *, is_damaged=False):
+        call.is_told = True
+        self.to_p(ev.HeldFetched(call.transfer_id, call.blocks, is_damaged))
 
     # streams
 
@@ -460,8 +570,13 @@ class World:
         if end in {FinishReason.STOP, FinishReason.LENGTH}:
             return
         for key, words in client.works.items():
-            if not any(not isinstance(word, do.WorkStarted) for word in words):
+            if not is_done(words):
                 self._later("router", self.to_p, ev.WorkCancelled(key))
+
+
+def is_done(words):
+    """The last word about a work was said."""
+    return any(not isinstance(word, do.WorkStarted) for word in words)
 
 
 def damaged_header(header, seq=None):

@@ -12,7 +12,7 @@ import pytest_asyncio
 from tests.faults.site import TOY, TRANSPORTS, Site
 
 IS_LONG = os.environ.get("KVOY_FAULTS") == "long"
-collect_ignore = [] if IS_LONG else ["test_computed_once.py", "test_real_model.py"]
+collect_ignore = [] if IS_LONG else ["test_real_model.py"]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=TRANSPORTS)

@@ -49,6 +49,13 @@ def renew(world):
     world.renew("r")
 
 
+def killed(world):
+    """The prefill pod is killed after the first frame; the next one gets that back from the decode pod and goes on."""
+    world.ask(request("r", 18, max_tokens=2))
+    run_until(world, "d", "Imported")
+    world.kill_p()
+
+
 def resume(world):
     """The stream breaks when the second frame is on its way; another one goes on after the first."""
     world.ask(request("r", 18, max_tokens=2))
@@ -79,6 +86,7 @@ STORIES = {
     cancel_mid_handoff: {},
     preemption: {"decode_blocks": 5, "decode": DecodeParams(chunk_tokens=16, spare_share=0.0)},
     renew: {},
+    killed: {},
     resume: {},
     damage: {},
     other_format: {"decode_spec": WIDE, "prefill": PrefillParams(chunk_tokens=8, wire=WirePolicy.INT8)},

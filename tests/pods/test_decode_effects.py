@@ -64,7 +64,7 @@ async def imported(payload: object) -> tuple[Shared, Inbox, list[tuple[str, int]
     received: list[tuple[str, int]] = []
     ingest = Ingest(inbox, 2, lambda *frame: received.append(frame))
     async with asyncio.TaskGroup() as tasks:
-        effects = DecodeEffects(shared, None, ingest, tasks, inbox.post, exposed=ignored)
+        effects = DecodeEffects(shared, None, ingest, None, tasks=tasks, post=inbox.post, exposed=ignored)
         await ingest.opened(Stream())
         await ingest.frame(Stream(), FRAME, payload, intact=True)
         effects.perform(ImportFrame(7, FRAME, 1, 1, (3,)))
@@ -91,7 +91,7 @@ async def test_what_the_brain_does_not_want_is_forgotten() -> None:
     inbox = Inbox()
     ingest = Ingest(inbox, 1, ignored)
     async with asyncio.TaskGroup() as tasks:
-        effects = DecodeEffects(Shared(), None, ingest, tasks, inbox.post, exposed=ignored)
+        effects = DecodeEffects(Shared(), None, ingest, None, tasks=tasks, post=inbox.post, exposed=ignored)
         await ingest.opened(Stream())
         await ingest.frame(Stream(), FRAME, RIGHT, intact=True)
         second = tasks.create_task(ingest.frame(Stream(), replace(FRAME, seq=1), RIGHT, intact=True))

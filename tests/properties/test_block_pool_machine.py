@@ -48,7 +48,7 @@ class Pool(RuleBasedStateMachine):
             if index < min(len(handle), len(chain)):
                 self.pool.register(handle, index, chain[index], chain[index - 1] if index else b"")
                 filled[0] += 1
-                assert self.pool.find(chain[index]) == handle.table[index]
+                assert self.pool.find_exact(chain[index]) == handle.table[index]
 
     @rule(pick=st.integers(0, 9))
     def share(self, pick):
@@ -71,7 +71,7 @@ class Pool(RuleBasedStateMachine):
         assert self.known.issuperset(removed)
         self.known = (self.known | set(stored)) - set(removed)
         assert self.known == {
-            block_id for chain in CHAINS for block_id in chain if self.pool.find(block_id) is not None
+            block_id for chain in CHAINS for block_id in chain if self.pool.find_exact(block_id) is not None
         }
         for chain in CHAINS:
             assert len(self.known & set(chain)) == self.pool.match(chain), "a chain lost its middle"

@@ -1,4 +1,4 @@
-"""A decode pod among liars: prefill pods that send whatever they like, routers that change their minds.
+"""A decode pod among liars: prefill pods that send, and ask for, whatever they like, routers that change their minds.
 
 Only the pod's own engine and store link keep the contract: each order is answered exactly once, in order. Whatever is
 sent, each request ends exactly once, each payload is taken or dropped, and in the end nothing is held.
@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvoy.core import actions as do
 from kvoy.core import events as ev
 from kvoy.core.decode import DecodeBrain, DecodeParams
-from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Nack, Opening, Refused, Welcome
+from kvoy.core.frames import Ack, Commit, Committed, FetchCall, FrameHeader, HandoffKey, Nack, Opening, Refused, Welcome
 from kvoy.core.step import Sampled, StepResult
 from tests.core.toy import CONTEXT_TOKENS, FINGERPRINT, SPEC, request
 
@@ -50,6 +50,11 @@ class Decode(RuleBasedStateMachine):
         self.granted = Counter()
         self.again = []
         """Frames that were asked for again: (stream, seq)."""
+        self.calls = {}
+        """What is still to be lent by each fetch that is not over: [call, next block]."""
+        self.lent = []
+        """Fetches whose last frame the transport has not taken yet."""
+        self.fetches = 0
         self.payloads = Counter()
         self.streams = 0
         self.used = set()
@@ -86,6 +91,18 @@ class Decode(RuleBasedStateMachine):
                     self.ended[output.request_id] += output.finish is not None
             case do.SayToSender(_, stream, message):
                 self.sender_hears(stream, message)
+            case do.LendFrame(header, number, _):
+                call, block = self.calls[number]
+                name = call.key.request_id
+                assert (call.lease, self.ended[name]) == (self.reservations[name].lease, self.asked[name] - 1)
+                assert (header.key, header.first_block, header.layers) == (call.key, block, SPEC.layers)
+                assert number not in self.lent
+                self.calls[number][1] += header.blocks
+                self.lent.append(number)
+            case do.EndFetch(number, reason):
+                call, block = self.calls.pop(number)
+                assert reason or block == call.first_block + call.blocks
+                self.lent = [other for other in self.lent if other != number]
 
     def sender_hears(self, stream, message):
         match message:
@@ -131,7 +148,11 @@ class Decode(RuleBasedStateMachine):
         draw = random.Random(seed)
         for _ in range(turns):
             stream = draw.choice([*self.senders]) if self.senders else 0
-            match draw.randrange(5):
+            match draw.randrange(7):
+                case 5:
+                    self.take_what_is_lent(draw.randrange(4))
+                case 6:
+                    self.fetch_or_renew(draw)
                 case 0 | 1:
                     self.engine_works(draw.randrange(1, 3), draw.randrange(8) == 0)
                 case 2:
@@ -142,6 +163,14 @@ class Decode(RuleBasedStateMachine):
                         self.open(draw.choice(waiting), None)
                 case 4 if stream:
                     self.go_on_sending(stream)
+
+    def fetch_or_renew(self, draw):
+        """A prefill pod is lost, or the next one fetches what has come."""
+        name = draw.choice(NAMES)
+        if name in self.reservations and self.reservations[name].lendable_blocks:
+            self.fetch(name=name, wrong=None, first=0, blocks=0, rightly=True)
+        elif draw.randrange(3) == 0:
+            self.renew(name)
 
     def opens_next(self, name):
         reservation = self.reservations.get(name)
@@ -163,6 +192,45 @@ class Decode(RuleBasedStateMachine):
             count = min(self.slot_blocks, blocks - block)
             self.senders[stream] = [key, seq + 1, block + count]
             self.arrive(FrameHeader(key, seq, block, count, 0, SPEC.layers, 0, 1, SPEC.dtype), True, stream)
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        wrong=st.sampled_from((None, None, None, "lease", "epoch", "spec", "fingerprint")),
+        first=st.integers(0, 2),
+        blocks=st.integers(0, 4),
+        rightly=st.booleans(),
+    )
+    def fetch(self, *, name, wrong, first, blocks, rightly):
+        reservation = self.reservations.get(name)
+        if reservation is None:
+            return
+        self.fetches += 1
+        if rightly:
+            first, blocks = 0, reservation.lendable_blocks
+        call = FetchCall(
+            HandoffKey(name, reservation.epoch + (wrong == "epoch")),
+            "stolen" if wrong == "lease" else reservation.lease,
+            "other" if wrong == "fingerprint" else FINGERPRINT,
+            replace(SPEC, kv_heads=2) if wrong == "spec" else SPEC,
+            first,
+            blocks,
+        )
+        self.calls[self.fetches] = [call, first]
+        self.tell(ev.FetchAsked(call, self.fetches))
+        assert wrong is None or self.fetches not in self.calls
+
+    @rule(pick=st.integers(0, 9))
+    def take_what_is_lent(self, pick):
+        if self.lent:
+            self.tell(ev.FrameTaken(self.lent.pop(pick % len(self.lent))))
+
+    @rule(pick=st.integers(0, 9))
+    def end_fetch(self, pick):
+        if self.calls:
+            number = [*self.calls][pick % len(self.calls)]
+            del self.calls[number]
+            self.lent = [other for other in self.lent if other != number]
+            self.tell(ev.FetchEnded(number))
 
     # routers
 
@@ -200,8 +268,12 @@ class Decode(RuleBasedStateMachine):
 
     # prefill pods
 
-    @rule(name=st.sampled_from(NAMES), wrong=st.sampled_from((None, None, None, "lease", "epoch", "spec", "attempt")))
-    def open(self, name, wrong):
+    @rule(
+        name=st.sampled_from(NAMES),
+        wrong=st.sampled_from((None, None, None, "lease", "epoch", "spec", "attempt")),
+        is_raw=st.sampled_from((True, True, False)),
+    )
+    def open(self, name, wrong, is_raw=True):
         """The first stream of a lease, or the next one, whether or not the one before it is known to be lost."""
         reservation = self.reservations.get(name)
         if reservation is None:
@@ -217,7 +289,8 @@ class Decode(RuleBasedStateMachine):
         lease = "stolen" if wrong == "lease" else reservation.lease
         attempt = self.attempts[lease] - (wrong == "attempt")
         self.attempts[lease] += 1
-        self.tell(ev.HandoffOpened(Opening(key, lease, FINGERPRINT, spec, max(0, attempt)), self.streams))
+        opening = Opening(key, lease, FINGERPRINT, spec, max(0, attempt), is_raw=is_raw)
+        self.tell(ev.HandoffOpened(opening, self.streams))
 
     @rule(pick=st.integers(0, 9), blocks=st.integers(1, 2), intact=st.sampled_from((True, True, True, False)))
     def send(self, pick, blocks, intact):
@@ -279,6 +352,7 @@ class Decode(RuleBasedStateMachine):
         for _ in range(200):
             self.engine_works(9)
             self.store_answers(0)
+        assert not self.calls
         assert self.brain.is_idle
         assert self.brain.next_deadline() is None
         load = self.brain.load

@@ -1,7 +1,8 @@
 """One story, and one fault in it, at every single moment: two prompts handed over, one prefilled here, few slots.
 
 Where test_pair draws what happens, this tries all of it: after each event of the story comes a cancel, a cut, a
-deadline, a damaged frame or payload, a renewal, a drain. The decode pod's blocks are twice as large and of bf16.
+deadline, a damaged frame or payload, a renewal, a drain, a killed prefill pod. In one telling the decode pod's blocks
+are twice as large and of bf16; in the other they are like the prefill pod's, which can have them back.
 """
 
 import pytest
@@ -9,15 +10,15 @@ import pytest
 from kvoy.core import events as ev
 from kvoy.core.decode import DecodeParams
 from kvoy.core.prefill import PrefillParams
-from tests.core.toy import WIDE, request
+from tests.core.toy import SPEC, WIDE, request
 from tests.core.world import World, damaged_header
 
 
-def world():
+def world(decode_spec):
     made = World(
         prefill_blocks=10,
-        decode_spec=WIDE,
-        decode_blocks=8,
+        decode_spec=decode_spec,
+        decode_blocks=64 // decode_spec.block_tokens,
         slots=2,
         use_store=True,
         prefill=PrefillParams(chunk_tokens=8, silence_s=20.0),
@@ -39,8 +40,8 @@ def play(world, moments):
     return True
 
 
-def length():
-    made, moments = world(), 0
+def length(decode_spec):
+    made, moments = world(decode_spec), 0
     while play(made, 1):
         moments += 1
     return moments
@@ -78,6 +79,37 @@ def cut_often(world):
         play(world, 7)
 
 
+def kill_twice(world):
+    world.kill_p()
+    play(world, 12)
+    world.kill_p()
+
+
+def kill_and_spoil(world):
+    left = [1]
+
+    def spoil(_):
+        left[0] -= 1
+        return left[0] >= 0
+
+    world.spoil_lent = spoil
+    world.kill_p()
+
+
+def kill_and_hear_nothing(world):
+    world.lends = lambda _: False
+    world.kill_p()
+
+
+def kill_and_cut_fetches(world):
+    world.kill_p()
+    for _ in range(8):
+        play(world, 3)
+        for number in [*world.calls]:
+            world.cut_call(number)
+
+
+CANCELS = "kill and cancel"
 FAULTS = {
     "none": lambda _: None,
     "cancel a": lambda world: world.cancel("a"),
@@ -94,21 +126,29 @@ FAULTS = {
     "damage": damage_next,
     "renew a": lambda world: world.renew("a"),
     "renew b": lambda world: world.renew("b"),
+    "kill": lambda world: world.kill_p(),
+    "kill twice": kill_twice,
+    "kill, and spoil what is given back": kill_and_spoil,
+    "kill, and nothing is given back": kill_and_hear_nothing,
+    "kill, and cut what is given back": kill_and_cut_fetches,
+    "kill and renew": lambda world: (world.kill_p(), play(world, 9), world.renew("a"), world.renew("b")),
+    CANCELS: lambda world: (world.kill_p(), play(world, 9), world.cancel("a"), world.cancel("b")),
     "drain": lambda world: (world.to_p(ev.DrainAsked()), world.to_d(ev.DrainAsked())),
     "store away": lambda world: setattr(world, "store_is_away", True),
 }
 
 
+@pytest.mark.parametrize("decode_spec", [WIDE, SPEC], ids=["other blocks", "like blocks"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_any_moment_harms_nobody_else(fault):
-    moments = length()
+def test_a_fault_at_any_moment_harms_nobody_else(fault, decode_spec):
+    moments = length(decode_spec)
     assert moments > 55
     for moment in range(moments + 1):
-        one = world()
+        one = world(decode_spec)
         play(one, moment)
         FAULTS[fault](one)
         one.settle()
         one.assert_clean()
-        if fault.startswith(("none", "cut", "half", "damage", "spoil", "renew", "store")):
+        if fault.startswith(("none", "cut", "half", "damage", "spoil", "renew", "store", "kill")) and fault != CANCELS:
             ends = [client.ends[0].value for client in one.clients.values()]
             assert ends == ["length"] * 3, f"at moment {moment}"

@@ -1,8 +1,8 @@
 """Prefill and decode wired together: whatever is late, lost, damaged or taken back, tokens are right and nothing stays.
 
-The machine asks, cancels, cuts streams, damages headers and payloads, lets time pass, takes the kvstore away; between
-that, lanes move in any order. The pods may differ in block size and number format. Both brains prove their invariants
-after each event (see World); at the end everything settles.
+The machine asks, cancels, cuts streams, damages headers and payloads, kills the prefill pod, lets time pass, takes the
+kvstore away; between that, lanes move in any order. The pods may differ in block size and number format. Both brains
+prove their invariants after each event (see World); at the end everything settles.
 """
 
 import random
@@ -129,6 +129,31 @@ class Pair(RuleBasedStateMachine):
 
         self.world.spoil = spoil
 
+    @rule(dice=st.integers(1, 4))
+    def kill_p(self, dice):
+        if dice == 4:
+            self.world.kill_p()
+
+    @rule(pick=st.integers(0, 100))
+    def cut_fetch(self, pick):
+        numbers = [number for number, call in self.world.calls.items() if call.is_open]
+        if numbers:
+            self.world.cut_call(numbers[pick % len(numbers)])
+
+    @rule(count=st.integers(0, 3))
+    def spoil_lent(self, count):
+        left = [count]
+
+        def spoil(_):
+            left[0] -= 1
+            return left[0] >= 0
+
+        self.world.spoil_lent = spoil
+
+    @rule(lends=st.booleans())
+    def lends_or_is_never_heard_of(self, lends):
+        self.world.lends = lambda _: lends
+
     @rule(seconds=st.sampled_from((0.03, 0.2)) | st.floats(0.01, 40.0))
     def wait(self, seconds):
         self.world.advance(seconds)
@@ -198,12 +223,15 @@ def test_without_faults_everything_is_answered(seed):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_broken_stream_and_no_damage_fails_a_request(seed):
-    """Streams break all the time, on one side or both, frames are damaged in header or payload, epochs are renewed."""
+    """Streams break all the time, on one side or both, frames are damaged in header or payload, epochs are renewed,
+    prefill pods killed."""
     draw = random.Random(seed)
     patient = DecodeParams(chunk_tokens=8, max_batch=4, lease_s=300.0)
     world = drawn_world(draw, max_renewals=1000, decode=patient)
     world.damage = lambda header: damaged_header(header, draw.choice((None, 0, 3))) if draw.random() < 0.1 else None
     world.spoil = lambda _: draw.random() < 0.1
+    world.spoil_lent = lambda _: draw.random() < 0.1
+    world.lends = lambda _: draw.random() < 0.9
     for index in range(8):
         world.ask(drawn_request(draw, index))
         for _ in range(draw.randint(0, 60)):
@@ -216,6 +244,8 @@ def test_no_broken_stream_and_no_damage_fails_a_request(seed):
                 world.advance(draw.choice((0.03, 0.1, 0.6)))
             if draw.random() < 0.02:
                 world.renew(f"q{draw.randint(0, index)}")
+            if draw.random() < 0.02:
+                world.kill_p()
     world.settle(pick=draw.choice)
     world.assert_clean()
     world.assert_replays()

@@ -1,4 +1,5 @@
-"""A prefill pod among liars: decode pods and routers that say anything at any time, a kvstore that gives what it likes.
+"""A prefill pod among liars: decode pods and routers that say anything at any time, who give of their blocks what they
+like, as the kvstore does.
 
 Only the pod's own engine, store link and transport keep the contract: each order is answered exactly once. Whatever
 else is said, each work ends exactly once, no slot is used twice at a time, and in the end nothing is held.
@@ -36,6 +37,8 @@ class Prefill(RuleBasedStateMachine):
         self.engine = deque()
         self.sends = {}
         self.stores = []
+        self.awaited = []
+        """Fetches from decode pods that somebody waits for."""
         self.submitted, self.ended, self.started = Counter(), Counter(), Counter()
         self.flying = {}
         """Slot of each frame of a work that is not over and not acknowledged, by (key, seq)."""
@@ -67,6 +70,8 @@ class Prefill(RuleBasedStateMachine):
                 self.engine.append(action)
             case do.PutToStore() | do.LookUpStore():
                 self.stores.append(action)
+            case do.FetchHeld() | do.CancelFetch():
+                self.obey_fetch(action)
             case do.OpenHandoff(_, opening):
                 self.open(opening)
             case do.SendFrame():
@@ -82,11 +87,25 @@ class Prefill(RuleBasedStateMachine):
             case do.WorkStarted(key):
                 self.started[key] += 1
             case do.WorkDone(key) | do.WorkFailed(key):
-                self.ended[key] += 1
-                if self.submitted[key] == self.ended[key]:
-                    self.opened.pop(key, None)
-                    self.committing.discard(key)
-                    self.forget(key, 10**6)
+                self.end(key)
+
+    def end(self, key):
+        self.ended[key] += 1
+        if self.submitted[key] == self.ended[key]:
+            self.opened.pop(key, None)
+            self.committing.discard(key)
+            self.forget(key, 10**6)
+
+    def obey_fetch(self, action):
+        match action:
+            case do.FetchHeld(_, _, call):
+                assert action.slot not in self.in_use()
+                assert not any(order.call.key == call.key for order in self.awaited)
+                self.stores.append(action)
+                self.awaited.append(action)
+            case do.CancelFetch(transfer_id):
+                (fetch,) = [order for order in self.awaited if order.transfer_id == transfer_id]
+                self.awaited.remove(fetch)
 
     def open(self, opening):
         assert opening.key not in self.opened
@@ -107,7 +126,7 @@ class Prefill(RuleBasedStateMachine):
 
     def writers(self):
         exports = [order.slot for order in self.engine if isinstance(order, do.ExportBlocks)]
-        return exports + [order.slot for order in self.stores if isinstance(order, do.FetchFromStore)]
+        return exports + [order.slot for order in self.stores if isinstance(order, do.FetchFromStore | do.FetchHeld)]
 
     def in_use(self):
         orders = [*self.engine, *self.stores, *self.sends_open()]
@@ -125,14 +144,17 @@ class Prefill(RuleBasedStateMachine):
                 case do.ImportSlot(transfer_id):
                     self.tell(ev.Imported(transfer_id))
 
-    @rule(pick=st.integers(0, 9), share=st.integers(0, 4))
-    def store_answers(self, pick, share):
+    @rule(pick=st.integers(0, 9), share=st.integers(0, 4), damaged=st.booleans())
+    def store_answers(self, pick, share, damaged=False):
         if self.stores:
             match self.stores.pop(pick % len(self.stores)):
                 case do.LookUpStore(request_id, ids):
                     self.tell(ev.StoreLookedUp(request_id, min(share, len(ids))))
                 case do.FetchFromStore(transfer_id, ids):
                     self.tell(ev.StoreFetched(transfer_id, min(share, len(ids))))
+                case do.FetchHeld(transfer_id, _, call) as fetch:
+                    self.awaited = [other for other in self.awaited if other is not fetch]
+                    self.tell(ev.HeldFetched(transfer_id, min(share, call.blocks), damaged))
                 case do.PutToStore(transfer_id):
                     self.tell(ev.StorePut(transfer_id))
 
@@ -171,14 +193,16 @@ class Prefill(RuleBasedStateMachine):
         step=st.sampled_from((1, 1, 1, 1, 0, -1)),
         prompt=st.integers(1, 30),
         held=st.sampled_from((0, 0, 0, 1, 3)),
+        lendable=st.sampled_from((0, 1, 3, 9)),
         first=st.sampled_from((1, 1, 7)),
         deadline_s=st.none() | st.integers(0, 60),
     )
-    def submit(self, *, name, step, prompt, held, first, deadline_s):
+    def submit(self, *, name, step, prompt, held, lendable, first, deadline_s):
         epoch = step + max((key.epoch for key in self.submitted if key.request_id == name), default=0)
         deadline = None if deadline_s is None else self.now + deadline_s
         self.submitted[HandoffKey(name, epoch)] += 1
-        work = PrefillWork(request(name, prompt, first=first, deadline=deadline), reservation(name, epoch, held))
+        reserved = reservation(name, epoch, held, lendable_blocks=lendable)
+        work = PrefillWork(request(name, prompt, first=first, deadline=deadline), reserved)
         self.tell(ev.WorkSubmitted(work))
 
     @rule(pick=st.integers(0, 9), credit=st.integers(0, 4))
@@ -239,6 +263,7 @@ class Prefill(RuleBasedStateMachine):
             return
         for key in [*self.submitted]:
             self.tell(ev.WorkCancelled(key))
+        assert not self.awaited, "nobody waits for what a decode pod was to give to a work that is over"
         while self.engine or self.stores or self.sends_open():
             self.engine_works(9)
             self.store_answers(0, 4)

@@ -82,6 +82,11 @@ def test_sender_messages(opening, header, commit):
     same(commit, kv.commit_to_proto, kv.commit_from_proto)
 
 
+@given(values.fetches)
+def test_fetches(value):
+    same(value, kv.fetch_to_proto, kv.fetch_from_proto)
+
+
 @given(values.receiver_messages)
 def test_receiver_message(value):
     same(value, kv.receiver_message_to_proto, kv.receiver_message_from_proto)
@@ -226,6 +231,11 @@ SPEC_MESSAGE = shared.kv_spec_to_proto(values.SPEC)
             lambda: kv.commit_from_proto(kv_pb2.Commit(request_id="r", first_token_id=2**32 - 1)),
             "commit.first_token_id",
         ),
+        (lambda: kv.fetch_from_proto(kv_pb2.FetchRequest(request_id="r")), "lease"),
+        (
+            lambda: kv.fetch_from_proto(kv_pb2.FetchRequest(request_id="r", lease="l", kv_spec=SPEC_MESSAGE)),
+            "blocks",
+        ),
         (lambda: kv.chain_from_proto(kv_pb2.LookupRequest()), "key.fingerprint"),
         (
             lambda: kv.chain_from_proto(
@@ -248,6 +258,7 @@ def test_random_bytes_are_refused_or_understood_never_a_crash(wire):
     for decode_it in (
         lambda: decode.router_message_from_proto(fields.parse(decode_pb2.ServeRequest, wire), 0),
         lambda: prefill.work_from_proto(fields.parse(prefill_pb2.RunRequest, wire), 0),
+        lambda: kv.fetch_from_proto(fields.parse(kv_pb2.FetchRequest, wire)),
         lambda: inference.generate_call_from_proto(fields.parse(inference_pb2.GenerateRequest, wire)),
         lambda: events.block_event_from_bytes(wire),
         lambda: events.load_event_from_bytes(wire),

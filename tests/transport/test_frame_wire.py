@@ -44,6 +44,16 @@ def test_a_protobuf_frame_is_read_in_place(header, payload):
     assert frame.payload.readonly
 
 
+@given(values.headers, payloads)
+def test_a_frame_that_is_given_back_is_the_same_in_another_message(header, payload):
+    lent = wire.lent_to_wire(header, memoryview(payload))
+    message = pb.FetchResponse(frame=as_protobuf(header, payload).frame)
+    assert lent == message.SerializeToString()
+    frame = wire.lent_from_wire(lent)
+    assert (frame.header, bytes(frame.payload), is_whole(frame)) == (header, payload, True)
+    assert frame.payload.obj is lent
+
+
 @given(values.openings, values.commits)
 def test_openings_and_commits_come_out_too(opening, commit):
     said = pb.PushRequest(opening=kv.opening_to_proto(opening)).SerializeToString()

@@ -9,6 +9,7 @@ from kvoy.core.frames import (
     Ack,
     Commit,
     Committed,
+    FetchCall,
     FrameHeader,
     HandoffKey,
     Nack,
@@ -96,7 +97,7 @@ token_logprobs = st.builds(
     TokenLogprob, token_id, logprob, st.lists(st.tuples(token_id, logprob), max_size=4).map(tuple)
 )
 logprob_lists = st.lists(token_logprobs, max_size=3).map(tuple)
-prefill_reports = st.builds(PrefillReport, *[moment] * 4, *[u32] * 5, u64, u32, u32)
+prefill_reports = st.builds(PrefillReport, *[moment] * 4, *[u32] * 5, u64, u32, u32, u32)
 decode_reports = st.builds(DecodeReport, *[moment] * 4, u32, u32, u32, u64, u32)
 requests = st.builds(
     Request,
@@ -108,7 +109,7 @@ requests = st.builds(
     cache_salt=text,
     deadline=st.none(),
 )
-reservations = st.builds(Reservation, name, u64, name, name, u32, kv_specs, u64)
+reservations = st.builds(Reservation, name, u64, name, name, u32, kv_specs, u64, lendable_blocks=u32)
 works = st.builds(
     lambda request, reservation: PrefillWork(
         request,
@@ -130,7 +131,8 @@ decode_messages = (
 )
 
 keys = st.builds(HandoffKey, name, u64)
-openings = st.builds(Opening, keys, name, text, kv_specs)
+openings = st.builds(Opening, keys, name, text, kv_specs, is_raw=st.booleans())
+fetches = st.builds(FetchCall, keys, name, text, kv_specs, u32, positive)
 headers = st.builds(FrameHeader, keys, u64, u32, positive, u32, positive, u32, positive, st.sampled_from(KvDtype))
 commits = st.builds(Commit, keys, u64, token_id, st.none() | token_logprobs, moment)
 receiver_messages = (

@@ -119,6 +119,7 @@ def _reservation_from_proto(message: pb.Reserved) -> Reservation:
         max_frame_bytes=message.max_frame_bytes,
         accepts=shared.accepts_from_proto(message.accepts),
         transports=shared.offers_from_proto(message.transports),
+        lendable_blocks=message.lendable_blocks,
     )
 
 

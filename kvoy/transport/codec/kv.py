@@ -1,4 +1,4 @@
-"""kv.proto without its payloads: handoffs and the kvstore. Messages that carry KV bytes are in frame_wire.py."""
+"""kv.proto without its payloads: handoffs, fetches, the kvstore. Messages that carry KV bytes are in frame_wire.py."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from kvoy.core.frames import (
     Ack,
     Commit,
     Committed,
+    FetchCall,
     FrameHeader,
     HandoffKey,
     Nack,
@@ -31,6 +32,7 @@ def opening_to_proto(value: Opening) -> pb.HandoffOpening:
         attempt=value.attempt,
         transport=value.transport,
         source=value.source,
+        is_raw=value.is_raw,
     )
 
 
@@ -43,6 +45,7 @@ def opening_from_proto(message: pb.HandoffOpening) -> Opening:
         attempt=message.attempt,
         transport=message.transport or GRPC,
         source=message.source,
+        is_raw=message.is_raw,
     )
 
 
@@ -123,6 +126,27 @@ def receiver_message_from_proto(message: pb.PushResponse) -> ReceiverMessage:
             return Refused(message.refused.reason)
         case _:
             raise InvalidRequest("event is missing; a PushResponse says what the receiver did.", "event")
+
+
+def fetch_to_proto(value: FetchCall) -> pb.FetchRequest:
+    return fields.plain_to_proto(
+        value,
+        pb.FetchRequest,
+        request_id=value.key.request_id,
+        epoch=value.key.epoch,
+        kv_spec=shared.kv_spec_to_proto(value.kv_spec),
+    )
+
+
+def fetch_from_proto(message: pb.FetchRequest) -> FetchCall:
+    return FetchCall(
+        key=_key(message.request_id, message.epoch, "request_id"),
+        lease=fields.identifier(message.lease, "lease"),
+        fingerprint=message.fingerprint,
+        kv_spec=shared.kv_spec_from_proto(message.kv_spec),
+        first_block=message.first_block,
+        blocks=fields.at_least(message.blocks, 1, "blocks"),
+    )
 
 
 def store_key_to_proto(fingerprint: str, spec: KvSpec) -> pb.StoreKey:

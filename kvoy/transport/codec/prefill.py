@@ -26,6 +26,7 @@ def work_to_proto(value: PrefillWork, now: float) -> pb.RunRequest:
         max_frame_bytes=reservation.max_frame_bytes,
         accepts=shared.accepts_to_proto(reservation.accepts),
         transports=shared.offers_to_proto(reservation.transports),
+        lendable_blocks=reservation.lendable_blocks,
     )
 
 
@@ -53,6 +54,7 @@ def work_from_proto(message: pb.RunRequest, now: float) -> PrefillWork:
         max_frame_bytes=message.max_frame_bytes,
         accepts=shared.accepts_from_proto(message.accepts),
         transports=shared.offers_from_proto(message.transports),
+        lendable_blocks=message.lendable_blocks,
     )
     return PrefillWork(request, reservation)
 
