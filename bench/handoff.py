@@ -127,8 +127,9 @@ def _notes(plan: Plan, samples: Sequence[Sample]) -> list[str]:
         f"SmolLM2's KV in bf16, in frames of {FRAME_BYTES:,} bytes; rounds: {plan.rounds}, of {plan.repeats} each."
     )
     ours = (
-        "Ours: two pods, each a service and its worker: packed from the pool, hashed, sent with credits, verified, "
-        "unpacked into the other pool. Slot to slot is without pools, as the peers do it, but hashed and verified."
+        "Ours: from memory to memory as the peers do it, but in frames that are hashed, sent with credits, verified "
+        "and acknowledged; int8 is quantised and restored by a thread of each end. Whole pods: two, each a service "
+        "and its worker, which pack from a pool and unpack into the other; only the model is missing."
     )
     notes = [
         moved,
@@ -143,7 +144,7 @@ def _notes(plan: Plan, samples: Sequence[Sample]) -> list[str]:
 
 def _copies() -> str:
     told = ", ".join(f"{name} {sender} + {receiver}" for name, (sender, receiver) in COPIES.items())
-    return f"Copies of a byte from slot to slot, sender + receiver, the kernel's included: {told}; pools add 1 + 1."
+    return f"Copies of a byte from memory to memory, sender + receiver, the kernel's included: {told}; pools add 1 + 1."
 
 
 def _sample_json(sample: Sample, load: Load) -> dict[str, object]:

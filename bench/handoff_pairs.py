@@ -18,7 +18,7 @@ from rich.console import Console
 
 from bench.handoff_work import FRAME_BYTES, SPEC, Load, Program, Way
 from bench.peers import recipes
-from bench.peers.drivers.transfer import MODEL_FINGERPRINT, VOCAB_TOKENS, PodSetup, TransferSetup
+from bench.peers.drivers.transfer import MODEL_FINGERPRINT, VOCAB_TOKENS, KvoySetup, PodSetup, TransferSetup
 from bench.peers.install import installed, library_path, python_of
 from bench.peers.process import Driver, DriverCommand, DriverSet
 from bench.peers.recipes import PythonRecipe
@@ -26,12 +26,14 @@ from kvoy.core.actions import WorkStarted
 from kvoy.core.errors import PeerError
 from kvoy.core.serve import Rejection
 from kvoy.core.types import GREEDY, PrefillReport, PrefillWork, Request, Reservation
+from kvoy.core.wire import WirePolicy
 from kvoy.transport.channels import Channels
 from kvoy.transport.clients import PrefillClient
 from kvoy.transport.decode_client import DecodeClient, DecodeRequest
 
 _MOVE_S = 60.0
 PEERS: dict[Program, Callable[[], PythonRecipe]] = {Program.MOONCAKE: recipes.mooncake, Program.NIXL: recipes.nixl}
+_DRIVERS = {Program.KVOY: "kvoy_transport"}
 
 
 class Pair(Protocol):
@@ -53,7 +55,7 @@ class Pair(Protocol):
 
 def start_pair(way: Way, load: Load, cores: tuple[int, ...], drivers: DriverSet, console: Console) -> Pair:
     """ConfigError when a peer cannot be installed."""
-    if way.program is Program.KVOY:
+    if way.program is Program.PODS:
         return PodPair(way, load, cores, drivers)
     return MemoryPair(way, load, cores, drivers, console)
 
@@ -64,8 +66,8 @@ class MemoryPair:
     def __init__(self, way: Way, load: Load, cores: tuple[int, ...], drivers: DriverSet, console: Console) -> None:
         self._name = way.name
         python, environment = _interpreter(way.program, console)
-        module = f"bench.peers.drivers.run_{way.program.value}"
-        setup = TransferSetup(load.kv_bytes, FRAME_BYTES, seed=1, cores=cores)
+        module = f"bench.peers.drivers.run_{_DRIVERS.get(way.program, way.program.value)}"
+        setup = _setup(way, load, cores)
         command = DriverCommand(f"{way.program.value}-passive", python, module, setup, environment)
         self._passive = drivers.start(command)
         active = replace(command, name=f"{way.program.value}-active", setup=replace(setup, seed=2))
@@ -88,6 +90,13 @@ class MemoryPair:
 
     def close(self) -> None:
         """The drivers end with their set."""
+
+
+def _setup(way: Way, load: Load, cores: tuple[int, ...]) -> TransferSetup:
+    """Of the passive end."""
+    if way.program is not Program.KVOY:
+        return TransferSetup(load.kv_bytes, FRAME_BYTES, 1, cores)
+    return KvoySetup(load.kv_bytes, FRAME_BYTES, 1, cores, way.transport, way.streams, way.wire is WirePolicy.INT8)
 
 
 def _interpreter(program: Program, console: Console) -> tuple[Path, dict[str, str]]:
@@ -176,7 +185,7 @@ def _start_pod(role: str, way: Way, load: Load, cores: tuple[int, ...], drivers:
     words = [f"--transport={way.transport}"]
     if role == "prefill":
         words += [f"--wire={way.wire}", f"--handoff-streams={way.streams}", f"--chunk-tokens={load.prompt_tokens}"]
-    setup = PodSetup(role, tuple(words), way.packs, load.prompt_tokens, load.requests, cores)
+    setup = PodSetup(role, tuple(words), load.prompt_tokens, load.requests, cores)
     name = f"{role} of {way.name}".replace(" ", "-")
     return drivers.start(DriverCommand(name, Path(sys.executable), "bench.peers.drivers.run_kvoy_pod", setup, {}))
 

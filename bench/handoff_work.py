@@ -27,19 +27,19 @@ class Program(Enum):
     MOONCAKE = "mooncake"
     NIXL = "nixl"
     KVOY = "kvoy"
+    PODS = "pods"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way for the same KV from one process to another; all but the name and the program is of ours."""
+    """One way for the same KV from one process to another; all but the name and the program is of ours. KVOY is a
+    transport alone, from memory to memory as the peers do it; PODS is all that two pods do for it."""
 
     name: str
     program: Program
     transport: str = ""
     wire: WirePolicy = WirePolicy.RAW
     streams: int = 1
-    packs: bool = True
-    """From the pool of one engine into that of the other; else from slot to slot, which is what the peers do."""
 
     @property
     def block_bytes(self) -> int:
@@ -74,15 +74,15 @@ class Transport:
 
     def promises(self) -> Iterator[Promise]:
         """The promised lines, then those that inform."""
-        way = Way(self.name, Program.KVOY, self.name)
+        way, first = Way(self.name, Program.KVOY, self.name), self.rivals[0][0]
         yield from (Promise(way, rival, target) for rival, target in self.rivals)
-        first = self.rivals[0][0]
+        quantised = replace(way, name=f"{self.name}, int8 on the wire", wire=WirePolicy.INT8)
         if self.int8 is not None:
-            yield Promise(replace(way, name=f"{self.name}, int8 on the wire", wire=WirePolicy.INT8), first, self.int8)
+            yield Promise(quantised, first, self.int8)
         for streams in self.more_streams:
             yield Promise(replace(way, name=f"{self.name}, {streams} streams", streams=streams), first)
-        slots = replace(way, name=f"{self.name}, slot to slot", packs=False)
-        yield from (Promise(slots, rival) for rival, _ in self.rivals)
+        for whole in (way, quantised)[: 1 if self.int8 is None else 2]:
+            yield Promise(replace(whole, name=f"{whole.name}, whole pods", program=Program.PODS), first)
 
 
 _SOCKETS = ((MOONCAKE, Target(0.9)), (RAW_TCP, Target(0.4)))

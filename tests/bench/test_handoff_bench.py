@@ -35,6 +35,8 @@ from kvoy.core.wire import WirePolicy
 from tests.bench.test_report import MACHINE
 
 LOAD = Load(prompt_tokens=64, requests=2)
+MORE = Load(prompt_tokens=1024, requests=2)
+"""More frames than slots."""
 CORES = usable_cores()
 CONSOLE = Console(file=StringIO())
 
@@ -64,7 +66,8 @@ def test_every_way_is_started_once_and_without_nixl_none_of_it():
     assert len(set(ways)) == len(ways) == len({way.name for way in ways})
     assert set(PEER_WAYS) < set(ways)
     left = ways_of(promises(["tcp", "shm"], promised_only=False))
-    assert {way.transport for way in left if way.program is Program.KVOY} == {"tcp", "shm"}
+    assert {way.transport for way in left if way not in PEER_WAYS} == {"tcp", "shm"}
+    assert {way.program for way in left if way not in PEER_WAYS} == {Program.KVOY, Program.PODS}
     assert {transport.name for transport in TRANSPORTS} < set(COPIES)
 
 
@@ -163,10 +166,30 @@ def test_bytes_over_one_connection_arrive_and_what_did_not_is_noticed():
         pair.check()
 
 
+@pytest.mark.parametrize(
+    ("transport", "wire", "streams"),
+    [
+        ("tcp", WirePolicy.RAW, 1),
+        ("tcp", WirePolicy.INT8, 1),
+        ("grpc", WirePolicy.RAW, 2),
+        ("grpc", WirePolicy.INT8, 1),
+        ("shm", WirePolicy.RAW, 1),
+    ],
+)
+def test_a_transport_alone_moves_everything_from_memory_to_memory(transport, wire, streams):
+    with DriverSet() as drivers:
+        pair = start_pair(Way(transport, Program.KVOY, transport, wire, streams), MORE, CORES, drivers, CONSOLE)
+        assert isinstance(pair, MemoryPair)
+        with pytest.raises(PeerError, match="what arrived is not what was sent"):
+            pair.check()
+        pair.move(2)
+        pair.check()
+
+
 @pytest.mark.parametrize("wire", WirePolicy)
 def test_two_pods_hand_over_what_was_asked_for(wire):
     with DriverSet() as drivers:
-        pair = start_pair(Way("tcp", Program.KVOY, "tcp", wire), LOAD, CORES, drivers, CONSOLE)
+        pair = start_pair(Way("tcp", Program.PODS, "tcp", wire), LOAD, CORES, drivers, CONSOLE)
         assert isinstance(pair, PodPair)
         try:
             assert all(seconds > 0 for seconds in pair.move(2))
@@ -178,7 +201,7 @@ def test_two_pods_hand_over_what_was_asked_for(wire):
 def test_pods_that_do_not_hand_over_are_waited_for_no_longer_than_so_long(monkeypatch):
     monkeypatch.setattr(handoff_pairs, "_MOVE_S", 0.0)
     with DriverSet() as drivers:
-        pair = PodPair(Way("tcp", Program.KVOY, "tcp", packs=False), LOAD, CORES, drivers)
+        pair = PodPair(Way("tcp", Program.PODS, "tcp"), LOAD, CORES, drivers)
         try:
             with pytest.raises(PeerError, match="did not hand over within 0 s"):
                 pair.move(1)

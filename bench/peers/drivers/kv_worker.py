@@ -26,40 +26,35 @@ _TOKEN_ID = 1
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """The first message. Without ``packs`` exports and imports are answered and nothing is copied."""
+    """The first message."""
 
     spec: KvSpec
     pool_blocks: int
     slots: int
     slot_bytes: int
-    packs: bool
 
 
 class KvWorker:
     """Owns pool and slab."""
 
     def __init__(self, settings: WorkerSettings, slab_fd: int) -> None:
-        self._packs = settings.packs
         self._slab = Slab(slab_fd, settings.slots, settings.slot_bytes)
         self._blocks_per_slot = settings.slot_bytes // settings.spec.block_bytes
         _fill(self._slab.whole)
-        self._pool = KvPool(KvLayout(settings.spec, settings.pool_blocks if settings.packs else 1))
+        self._pool = KvPool(KvLayout(settings.spec, settings.pool_blocks))
         self._transfers = DirectTransfers(self._pool, self._slab)
-        if settings.packs:
-            self._fill_pool(settings.pool_blocks)
-            self._warm_up(settings.spec)
+        self._fill_pool(settings.pool_blocks)
+        self._warm_up(settings.spec)
 
     def obey(self, order: object) -> Answer:
         match order:
             case RunStep(plan):
                 return StepDone(_at_once(plan))
             case ExportBlocks():
-                if self._packs:
-                    self._transfers.export_blocks(order)
+                self._transfers.export_blocks(order)
                 return Exported(order.transfer_id)
             case ImportBlocks():
-                if self._packs:
-                    self._transfers.import_blocks(order)
+                self._transfers.import_blocks(order)
                 return Imported(order.transfer_id)
         raise SystemExit(f"no such order: {order}")
 

@@ -82,7 +82,7 @@ async def _engine(setup: PodSetup, slots: int) -> EngineClient:
             env=os.environ | worker_environment(1, os.environ, cores_shared=True) | _compiled(),
             pass_fds=(theirs.fileno(), slab_fd),
         )
-    channel.send(WorkerSettings(SPEC, blocks, slots, size, setup.packs))
+    channel.send(WorkerSettings(SPEC, blocks, slots, size))
     if not await channel.receive():
         raise SystemExit("the KV worker did not start")
     model = ModelInfo("kv", MODEL_FINGERPRINT, setup.prompt_tokens + 1, VOCAB_TOKENS)

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TextIO
 
 Place = dict[str, object]
 MODEL_FINGERPRINT = "cafe"
@@ -47,6 +47,17 @@ class TransferSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class KvoySetup(TransferSetup):
+    """For an end that speaks kvoy's transports."""
+
+    transport: str
+    streams: int
+    """Frames take turns among so many handoffs, each over a connection of its own."""
+    is_int8: bool
+    """Else as they are."""
+
+
+@dataclass(frozen=True, slots=True)
 class PodSetup:
     """What a pod of ours is told: not by this file's orders, for it serves as it does in production."""
 
@@ -54,15 +65,13 @@ class PodSetup:
     """prefill or decode."""
     words: tuple[str, ...]
     """Its command line."""
-    packs: bool
-    """Its engine copies between pool and slots; else what lies in the slots goes over as it is."""
     prompt_tokens: int
     requests: int
     cores: tuple[int, ...]
 
 
 class End(Protocol):
-    """One end of a transfer."""
+    """One end of a transfer, over memory of the driver's or of its own."""
 
     about: str
 
@@ -93,22 +102,48 @@ class Memory:
         return zlib.crc32(self.view)
 
 
+class DigestedEnd(End, Protocol):
+    """An end with memory of its own."""
+
+    @property
+    def digest(self) -> int: ...
+
+
 def serve(start: Callable[[TransferSetup, Memory], End]) -> None:
-    """Runs a driver to the end of its standard input."""
+    """Runs a driver over memory of its setup's size to the end of its standard input."""
     setup = TransferSetup(**json.loads(sys.argv[1]))
+    _stay_on(setup.cores)
+    with _answers() as answers:
+        memory = Memory(setup)
+        _serve(start(setup, memory), lambda: memory.digest, answers)
+
+
+def serve_end(start: Callable[[], DigestedEnd], cores: tuple[int, ...]) -> None:
+    """Runs a driver whose end has memory of its own to the end of its standard input."""
+    _stay_on(cores)
+    with _answers() as answers:
+        end = start()
+        _serve(end, lambda: end.digest, answers)
+
+
+def _stay_on(cores: tuple[int, ...]) -> None:
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, setup.cores)
-    # What a library prints must not come between the answers: from here on, it goes where the complaints go.
+        os.sched_setaffinity(0, cores)
+
+
+def _answers() -> TextIO:
+    """What a library prints must not come between the answers: from here on, it goes where the complaints go."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    memory = Memory(setup)
-    end = start(setup, memory)
+    return answers
+
+
+def _serve(end: End, digest: Callable[[], int], answers: TextIO) -> None:
     answers.write(json.dumps({"ready": end.about}) + "\n")
-    for line in sys.stdin:
-        answers.write(json.dumps(_obey(end, memory, json.loads(line))) + "\n")
+    answers.writelines(json.dumps(_obey(end, digest, json.loads(line))) + "\n" for line in sys.stdin)
 
 
-def _obey(end: End, memory: Memory, order: dict[str, object]) -> dict[str, object]:
+def _obey(end: End, digest: Callable[[], int], order: dict[str, object]) -> dict[str, object]:
     match order:
         case {"do": "place"}:
             return {"place": end.place()}
@@ -118,7 +153,7 @@ def _obey(end: End, memory: Memory, order: dict[str, object]) -> dict[str, objec
         case {"do": "move", "repeats": int(repeats)}:
             return {"seconds": [_seconds(end.move) for _ in range(repeats)]}
         case {"do": "digest"}:
-            return {"digest": memory.digest}
+            return {"digest": digest()}
     raise SystemExit(f"no such order: {order}")
 
 
