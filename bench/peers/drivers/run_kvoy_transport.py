@@ -23,7 +23,7 @@ from bench.handoff_work import SPEC
 from bench.peers.drivers.transfer import MODEL_FINGERPRINT, KvoySetup, Place, serve_end
 from kvoy.core.errors import PeerError
 from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Opening, ReceiverMessage, Welcome
-from kvoy.core.types import KvDtype, TransportOffer
+from kvoy.core.types import KvDtype, KvSpec, TransportOffer
 from kvoy.core.wire import GRPC, NIXL, SHM, TCP, WireRun
 from kvoy.engine.kv_cache import KvLayout, KvPool
 from kvoy.engine.memory import keep_freed_memory
@@ -48,22 +48,23 @@ _MOVE_S = 60.0
 
 
 class Store(Protocol):
-    """The memory of an end, in frames that are numbered."""
+    """The memory of an end, in frames that are numbered; each is as many blocks as a slot takes in the wire's format,
+    but for the last one."""
 
     slab: Slab
     """Where the bytes of a frame lie while it is on its way."""
-
-    async def filled(self, frame: int) -> int:
-        """The slot that holds the frame now."""
-        ...
-
-    async def taken(self, frame: int, slot: int) -> None:
-        """What is in the slot is in memory when this returns."""
-        ...
+    spec: KvSpec
+    """As frames carry KV."""
 
     def slot_for(self, frame: int) -> int: ...
 
-    def nbytes(self, frame: int) -> int: ...
+    async def fill(self, frame: int) -> None:
+        """Its slot holds the frame when this returns."""
+        ...
+
+    async def take(self, frame: int) -> None:
+        """What is in its slot is in memory when this returns."""
+        ...
 
     def digest(self, *, is_active: bool) -> int:
         """Of the memory, as it is when it has been on the wire."""
@@ -74,84 +75,83 @@ class RawStore:
     """The slab is the memory, and each frame has its own slot."""
 
     def __init__(self, setup: KvoySetup) -> None:
-        self._setup = setup
+        self._total_bytes = setup.total_bytes
+        self.spec = SPEC
         self.slab = Slab(nameless_file(), len(setup.frames), setup.frame_bytes)
-        numbers = torch.frombuffer(self.slab.whole, dtype=torch.bfloat16)
-        numbers.copy_(torch.randn(len(numbers), generator=torch.Generator().manual_seed(setup.seed)))
-
-    async def filled(self, frame: int) -> int:
-        return frame
-
-    async def taken(self, frame: int, slot: int) -> None:
-        """It is there."""
+        _fill(self.slab, setup.seed)
 
     def slot_for(self, frame: int) -> int:
         return frame
 
-    def nbytes(self, frame: int) -> int:
-        return self._setup.frames[frame][1]
+    async def fill(self, frame: int) -> None:
+        """It is there."""
+
+    async def take(self, frame: int) -> None:
+        """It is there."""
 
     def digest(self, *, is_active: bool) -> int:  # noqa: ARG002 - the wire changes nothing
-        return zlib.crc32(self.slab.whole[: self._setup.total_bytes])
+        return zlib.crc32(self.slab.whole[: self._total_bytes])
 
 
 class Int8Store:
     """A pool in bf16 and a slab with a few slots, between which a thread quantises and restores."""
 
     def __init__(self, setup: KvoySetup) -> None:
-        self._setup = setup
+        self.spec = replace(SPEC, dtype=KvDtype.INT8_CHANNEL)
         self.slab = Slab(nameless_file(), _SLOTS, setup.frame_bytes)
-        numbers = torch.frombuffer(self.slab.whole, dtype=torch.bfloat16)
-        numbers.copy_(torch.randn(len(numbers), generator=torch.Generator().manual_seed(setup.seed)))
-        self._pool = KvPool(KvLayout(SPEC, setup.total_bytes // SPEC.block_bytes))
+        _fill(self.slab, setup.seed)
+        blocks = setup.total_bytes // SPEC.block_bytes
+        self._pool = KvPool(KvLayout(SPEC, blocks))
         self._transfers = DirectTransfers(self._pool, self.slab)
         self._lane = ThreadPoolExecutor(1)
-        for frame in range(len(setup.frames)):
-            self._transfers.import_blocks(ImportBlocks(0, self.slot_for(frame), self._blocks(frame), 0, SPEC.layers))
+        for block in range(blocks):
+            self._transfers.import_blocks(ImportBlocks(0, block % _SLOTS, (block,), 0, SPEC.layers))
+        self._per_frame = setup.frame_bytes // self.spec.block_bytes
+        self._frames = [
+            tuple(range(first, min(first + self._per_frame, blocks))) for first in range(0, blocks, self._per_frame)
+        ]
         self._roundtrip(0)  # compiled now
-
-    async def filled(self, frame: int) -> int:
-        slot = self.slot_for(frame)
-        await asyncio.get_running_loop().run_in_executor(self._lane, self._export, frame, slot)
-        return slot
-
-    async def taken(self, frame: int, slot: int) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._lane, self._import, frame, slot)
 
     def slot_for(self, frame: int) -> int:
         return frame % _SLOTS
 
-    def nbytes(self, frame: int) -> int:
-        return len(self._blocks(frame)) * replace(SPEC, dtype=KvDtype.INT8_CHANNEL).block_bytes
+    async def fill(self, frame: int) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._lane, self._export, frame)
+
+    async def take(self, frame: int) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._lane, self._import, frame)
 
     def digest(self, *, is_active: bool) -> int:
         """What has arrived went through int8 once more often than what was sent."""
         digest = 0
-        for frame in range(len(self._setup.frames)):
+        for frame in range(len(self._frames)):
             if is_active:
                 self._roundtrip(frame)
-            slot = self.slot_for(frame)
-            self._export(frame, slot, SPEC.dtype)
-            digest = zlib.crc32(self.slab.slot(slot)[: len(self._blocks(frame)) * SPEC.block_bytes], digest)
+            for block in self._frames[frame]:
+                self._transfers.export_blocks(ExportBlocks(0, 0, (block,), 0, SPEC.layers, SPEC.block_tokens))
+                digest = zlib.crc32(self.slab.slot(0)[: SPEC.block_bytes], digest)
         return digest
 
-    def _blocks(self, frame: int) -> tuple[int, ...]:
-        offset, nbytes = self._setup.frames[frame]
-        return tuple(range(offset // SPEC.block_bytes, (offset + nbytes) // SPEC.block_bytes))
-
-    def _export(self, frame: int, slot: int, wire: KvDtype = KvDtype.INT8_CHANNEL) -> None:
-        blocks = self._blocks(frame)
+    def _export(self, frame: int) -> None:
+        blocks = self._frames[frame]
         tokens = len(blocks) * SPEC.block_tokens
-        self._transfers.export_blocks(ExportBlocks(0, slot, blocks, 0, SPEC.layers, tokens, wire))
+        order = ExportBlocks(0, self.slot_for(frame), blocks, 0, SPEC.layers, tokens, self.spec.dtype)
+        self._transfers.export_blocks(order)
 
-    def _import(self, frame: int, slot: int) -> None:
-        blocks = self._blocks(frame)
-        run = WireRun(KvDtype.INT8_CHANNEL, SPEC.block_tokens, len(blocks))
-        self._transfers.import_blocks(ImportBlocks(0, slot, blocks, 0, SPEC.layers, run))
+    def _import(self, frame: int) -> None:
+        blocks = self._frames[frame]
+        run = WireRun(self.spec.dtype, SPEC.block_tokens, len(blocks))
+        self._transfers.import_blocks(ImportBlocks(0, self.slot_for(frame), blocks, 0, SPEC.layers, run))
 
     def _roundtrip(self, frame: int) -> None:
-        self._export(frame, self.slot_for(frame))
-        self._import(frame, self.slot_for(frame))
+        self._export(frame)
+        self._import(frame)
+
+
+def _fill(slab: Slab, seed: int) -> None:
+    """Numbers as KV has them, different in every place."""
+    numbers = torch.frombuffer(slab.whole, dtype=torch.bfloat16)
+    numbers.copy_(torch.randn(len(numbers), generator=torch.Generator().manual_seed(seed)))
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class Receiver:
 
     def __init__(self, store: Store, setup: KvoySetup) -> None:
         self._store = store
-        self._blocks_per_frame = setup.frame_bytes // SPEC.block_bytes
+        self._blocks_per_frame = setup.frame_bytes // store.spec.block_bytes
         self._credits = _SLOTS // setup.streams
         self._handoffs: dict[int, _Incoming] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -201,7 +201,7 @@ class Receiver:
         slot = self._store.slot_for(frame)
         if not await payload.fetch(self._store.slab.slot(slot)[: payload.nbytes]):
             raise PeerError("a payload was damaged", "bad_checksum")
-        await self._store.taken(frame, slot)
+        await self._store.take(frame)
         handoff.arrived.add(header.seq)
         before = handoff.acknowledged
         while handoff.acknowledged in handoff.arrived:
@@ -224,8 +224,8 @@ class KvoyEnd:
         torch.set_num_threads(1)
         self.about = f"kvoy's transport {setup.transport}, {setup.streams} streams, int8: {setup.is_int8}"
         self._setup = setup
-        self._spec = replace(SPEC, dtype=KvDtype.INT8_CHANNEL if setup.is_int8 else SPEC.dtype)
         self._store: Store = Int8Store(setup) if setup.is_int8 else RawStore(setup)
+        self._spec = self._store.spec
         self._loop = uvloop.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._is_active = False
@@ -288,29 +288,38 @@ class KvoyEnd:
 
     async def _hand_over(self, turn: int) -> None:
         """Every so many-th frame, by a handoff of its own."""
-        frames = range(turn, len(self._setup.frames), self._setup.streams)
+        blocks, per_frame = (
+            self._setup.total_bytes // SPEC.block_bytes,
+            self._setup.frame_bytes // self._spec.block_bytes,
+        )
+        firsts = range(turn * per_frame, blocks, self._setup.streams * per_frame)
         key = HandoffKey(f"move {self._moves}.{turn}", 1)
         opening = Opening(key, "lease", MODEL_FINGERPRINT, self._spec)
         stream = await self._connector.open(self._address, opening, _MOVE_S, self._offers)
         room, heard = asyncio.Semaphore(0), 0
-        sending = asyncio.create_task(self._send(stream, key, frames, room))
+        layers, heads, dtype = SPEC.layers, SPEC.kv_heads, self._spec.dtype
+        headers = [
+            FrameHeader(key, seq, first, min(per_frame, blocks - first), 0, layers, 0, heads, dtype)
+            for seq, first in enumerate(firsts)
+        ]
+        sending = asyncio.create_task(self._send(stream, headers, per_frame, room))
         async for message in stream.messages():
             heard = _heard(message, heard, room)
         await sending
-        assert heard == len(frames)
+        if heard != len(headers):
+            raise PeerError(f"{heard} of {len(headers)} frames were acknowledged", "bad_peer")
 
-    async def _send(self, stream: HandoffStream, key: HandoffKey, frames: range, room: asyncio.Semaphore) -> None:
-        per_frame = self._setup.frame_bytes // SPEC.block_bytes
-        for seq, frame in enumerate(frames):
+    async def _send(
+        self, stream: HandoffStream, headers: list[FrameHeader], per_frame: int, room: asyncio.Semaphore
+    ) -> None:
+        slab = self._store.slab
+        for header in headers:
             await room.acquire()
-            slot = await self._store.filled(frame)
-            nbytes = self._store.nbytes(frame)
-            blocks = nbytes // self._spec.block_bytes
-            header = FrameHeader(
-                key, seq, frame * per_frame, blocks, 0, SPEC.layers, 0, SPEC.kv_heads, self._spec.dtype
-            )
-            await stream.send_frame(header, self._store.slab.slot(slot)[:nbytes], slot * self._setup.frame_bytes)
-        await stream.send_commit(Commit(key, len(frames), 0, None, 0.0))
+            frame = header.first_block // per_frame
+            await self._store.fill(frame)
+            slot, nbytes = self._store.slot_for(frame), header.payload_bytes(self._spec)
+            await stream.send_frame(header, slab.slot(slot)[:nbytes], slot * slab.slot_bytes)
+        await stream.send_commit(Commit(headers[0].key, len(headers), 0, None, 0.0))
 
 
 def _heard(message: ReceiverMessage, acknowledged: int, room: asyncio.Semaphore) -> int:
