@@ -87,8 +87,9 @@ def _link_notes(uses: Sequence[LinkUse]) -> list[str]:
     if not uses:
         return []
     took = (
-        "A slow link is a process on the same cores that carries gRPC and payloads, towards the decode pod at the rate "
-        f"said; while it carries, it takes {100 * max(use.core_share for use in uses):.1f} % of a core."
+        "Over the slow link go int8 or fp32, as said, from pools in fp32. It is a process on the same cores that "
+        "carries gRPC and payloads, towards the decode pod at that rate; while it carries, it takes "
+        f"{100 * max(use.core_share for use in uses):.1f} % of a core."
     )
     return [took]
 

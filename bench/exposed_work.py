@@ -66,12 +66,12 @@ def _promises() -> Iterable[Promise]:
     for dtype in ("fp32", "bf16"):
         grpc = Setting(f"{dtype}, grpc", dtype, "grpc")
         yield from (Promise(grpc, tokens, HELD) for tokens in (SHORT, MIDDLE))
-    slow = Setting("fp32, 20 MB/s, int8 on the wire", "fp32", wire="int8", link_bytes_s=SLOW_BYTES_S)
+    slow = Setting("int8 at 20 MB/s", "fp32", wire="int8", link_bytes_s=SLOW_BYTES_S)
     yield from (Promise(slow, tokens, HELD_SLOWLY, slow.after) for tokens in (SHORT, MIDDLE))
     yield Promise(slow, LONG, HELD_SLOWLY)
     by_grpc = replace(slow, name=f"{slow.name}, grpc", transport="grpc")
     yield from (Promise(by_grpc, tokens, HELD_SLOWLY) for tokens in (SHORT, MIDDLE))
-    raw = replace(slow, name="fp32, 20 MB/s, fp32 on the wire", wire="raw")
+    raw = replace(slow, name="fp32 at 20 MB/s", wire="raw")
     yield from (Promise(raw, tokens, against=raw.after) for tokens in (SHORT, MIDDLE))
 
 
