@@ -72,13 +72,15 @@ class Proxy:
         """Where connections to ``beside_address`` go while the target is this one; nowhere if it is not here."""
         self.rate_bytes_s: float | None = None
         """Towards the target, over all connections."""
+        self.back_rate_bytes_s: float | None = None
+        """Towards whoever connected."""
         self.flips = 0
         self.cuts = 0
         self._server: asyncio.Server
         self._beside: asyncio.Server
         self._flows = asyncio.Event()
         self._flows.set()
-        self._next_at = 0.0
+        self._next_at = {"up": 0.0, "down": 0.0}
         self._joined: set[asyncio.Task[None]] = set()
 
     @property
@@ -105,7 +107,7 @@ class Proxy:
 
     def heal(self) -> None:
         """A good link again."""
-        self.rate_bytes_s = None
+        self.rate_bytes_s = self.back_rate_bytes_s = None
         self.flips = 0
         self.flow()
 
@@ -179,28 +181,24 @@ class Proxy:
     async def _up(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
     ) -> None:
-        while piece := await reader.read(self._piece_bytes):
-            await self._pace(len(piece))
+        while piece := await reader.read(_piece_bytes(self.rate_bytes_s)):
+            await self._pace("up", len(piece), self.rate_bytes_s)
             await self._flows.wait()
             writer.write(change(piece))
             await writer.drain()
 
     async def _down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while piece := await reader.read(_PIECE_BYTES):
+        while piece := await reader.read(_piece_bytes(self.back_rate_bytes_s)):
+            await self._pace("down", len(piece), self.back_rate_bytes_s)
             await self._flows.wait()
             writer.write(piece)
             await writer.drain()
 
-    @property
-    def _piece_bytes(self) -> int:
-        """A slow link does not give much at a time."""
-        return min(_PIECE_BYTES, max(64, int(self.rate_bytes_s * _PIECE_S))) if self.rate_bytes_s else _PIECE_BYTES
-
-    async def _pace(self, size: int) -> None:
-        if self.rate_bytes_s:
+    async def _pace(self, way: str, size: int, rate_bytes_s: float | None) -> None:
+        if rate_bytes_s:
             now = asyncio.get_running_loop().time()
-            self._next_at = max(now, self._next_at) + size / self.rate_bytes_s
-            await asyncio.sleep(self._next_at - now)
+            self._next_at[way] = max(now, self._next_at[way]) + size / rate_bytes_s
+            await asyncio.sleep(self._next_at[way] - now)
 
     def _beside_frames(self, piece: bytes) -> bytes:
         """What goes beside HTTP/2 is payloads and nothing else, but for its short beginning."""
@@ -212,6 +210,11 @@ class Proxy:
         wanted = self.flips > 0
         self.flips -= wanted
         return wanted
+
+
+def _piece_bytes(rate_bytes_s: float | None) -> int:
+    """A slow link does not give much at a time."""
+    return min(_PIECE_BYTES, max(64, int(rate_bytes_s * _PIECE_S))) if rate_bytes_s else _PIECE_BYTES
 
 
 def _address(server: asyncio.Server) -> str:

@@ -25,7 +25,8 @@ SMOLLM2 = Kind(
     lambda role: (f"services.{role}",),
     {"dtype": "fp32", "threads": 1, "cores_shared": "true", "pool_bytes": "512MiB", "drain_s": 2, "check": "true"},
 )
-BLOCKS = SPEC.blocks_for(len(CASES["long_1k"]["prompt_ids"]))
+TOKENS = len(CASES["long_1k"]["prompt_ids"])
+BLOCKS = SPEC.blocks_for(TOKENS)
 PACE = Pace(SPEC.block_bytes, bytes_s=20e6, near_blocks=4)
 SHIPPED = "kvoy_prefill_frames_sent"
 GROWTH_BYTES = 8 << 20
@@ -72,6 +73,7 @@ async def test_a_killed_prefill_pod(site: Site, share: float) -> None:
     blocks = min(int(share * BLOCKS), BLOCKS - FRAME_BLOCKS)
     survived = await kill_prefill(site, ask(site), blocks, PACE)
     assert survived.prefill.shipped_blocks <= BLOCKS - survived.arrived_blocks
+    assert survived.prefill.computed_tokens <= TOKENS - survived.arrived_blocks * SPEC.block_tokens
     assert survived.decode.received_blocks == BLOCKS
 
 

@@ -133,16 +133,27 @@ async def test_a_prefix_is_reused_and_says_the_same(pods: Pods, router: Router) 
     assert again.prefill.computed_tokens == len(case["prompt_ids"]) - cached
 
 
-async def test_a_new_prefill_pod_finds_the_prefix_in_the_kvstore(pods: Pods, router: Router) -> None:
-    case = CASES["block_edge_31"]
-    await ask(pods, router, case, "before")
-    fresh = pods.stage.service("prefill", **ENGINE)
+async def test_a_new_prefill_pod_finds_prefixes_at_the_decode_pod_and_in_the_kvstore(
+    pods: Pods, router: Router
+) -> None:
+    cases = CASES["block_edge_31"], CASES["chat_turns3"]
+    for case in cases:
+        await ask(pods, router, case, f"before {case['id']}")
+    fresh, other = (pods.stage.service(role, **ENGINE) for role in ("prefill", "decode"))
     address = fresh.ready()["grpc"]
-    pair = replace(pods, addresses={**pods.addresses, "prefill": address})
-    outcome = await ask(pair, router, case, "after")
-    assert outcome.token_ids == case["output_ids"]
-    assert outcome.prefill.reloaded_tokens == outcome.prefill.cached_tokens == 16
-    assert outcome.prefill.computed_tokens == 15
+    decodes = pods.addresses["decode"], other.ready()["grpc"]
+    reports = []
+    for case, decode in zip(cases, decodes, strict=True):
+        pair = replace(pods, addresses={"prefill": address, "decode": decode})
+        outcome = await ask(pair, router, case, f"after {case['id']}")
+        assert outcome.token_ids == case["output_ids"]
+        cached = (len(case["prompt_ids"]) - 1) // 16 * 16
+        assert outcome.prefill.cached_tokens == cached
+        assert outcome.prefill.computed_tokens == len(case["prompt_ids"]) - cached
+        reports.append(outcome.prefill)
+    assert (reports[0].fetched_tokens, reports[0].reloaded_tokens) == (16, 0)
+    assert (reports[1].fetched_tokens, reports[1].reloaded_tokens) == (0, reports[1].cached_tokens)
+    assert other.terminate() == 0
     family = fresh.family()
     assert len(family) == 2
     assert fresh.terminate() == 0
@@ -176,15 +187,20 @@ async def test_int8_kv_moves_between_pods_as_it_is(pods: Pods, router: Router) -
     assert all(process.terminate() == 0 for process in processes.values())
 
 
-async def test_kv_crosses_in_int8_into_pools_of_floats(pods: Pods, router: Router) -> None:
+async def test_kv_crosses_in_int8_into_pools_of_floats_and_never_back(pods: Pods, router: Router) -> None:
     sender = pods.stage.service("prefill", **ENGINE, wire="int8")
     address = sender.ready()["grpc"]
-    pair = replace(pods, addresses={**pods.addresses, "prefill": address})
     case = CASES["unicode"]
-    outcome = await ask(pair, router, case, "quantised")
+    info = await model(router, address)
+    request = replace(golden(case, info.fingerprint, "quantised"), cache_salt="int8")
+    outcome = await router.generate(request, pods.addresses["decode"], address)
     assert outcome.token_ids == case["output_ids"]
-    blocks = SPEC.blocks_for(len(case["prompt_ids"])) - outcome.decode.held_tokens // SPEC.block_tokens
-    assert blocks > 0
+    blocks = SPEC.blocks_for(len(case["prompt_ids"]))
+    again = await router.generate(replace(request, request_id="raw"), *pods.pair)
+    assert again.token_ids == case["output_ids"]
+    assert again.reservation is not None
+    assert (again.reservation.held_blocks, again.reservation.lendable_blocks) == (blocks - 1, 0)
+    assert again.prefill.fetched_tokens == 0
     wire = replace(SPEC, dtype=KvDtype.INT8_CHANNEL)
     assert outcome.prefill.shipped_bytes == outcome.decode.received_bytes == blocks * wire.block_bytes
     assert wire.block_bytes <= 0.54 * replace(SPEC, dtype=KvDtype.BF16).block_bytes
