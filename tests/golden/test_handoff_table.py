@@ -42,7 +42,9 @@ never the pod. This page is written by `make golden`.
   0.5 s. Its Welcome names the first frame that the receiver lacks; the sender goes on there, and says a commit that it
   had said again. Late frames of the stream before are dropped and counted. The sender gives up when no stream was
   welcome for `resume_s`; the receiver keeps what came for as long as the request has its lease.
-- **A new epoch** makes all of this void but the whole blocks that came: they need not come again, whoever sends.
+- **A new epoch** makes all of this void but the whole blocks that came: they need not come again, whoever sends. A
+  sender that lacks them gets them back from the receiver, if they are as an engine computed them, and computes the rest
+  only ([decision 16](decisions/0016-a-decode-pod-gives-back-what-it-holds.md)).
 - **Formats**: frames carry the sender's blocks in the dtype of the wire, which the sender chooses from what the
   receiver accepts. The receiver writes the tokens that it lacks into its own blocks, of whatever size.
 """
