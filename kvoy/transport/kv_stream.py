@@ -19,7 +19,7 @@ from kvoy.transport.channels import Channels
 from kvoy.transport.codec import kv
 from kvoy.transport.codec.fields import parse
 from kvoy.transport.frame_wire import Frame, frame_to_wire, push_from_wire, reference_to_wire
-from kvoy.transport.links import Links, Way
+from kvoy.transport.links import NOT_KNOWN, Links, Way
 from kvoy.transport.payloads import Payload, Source, Sources, is_carried, payload_of
 from kvoy.transport.ports import HandoffStream
 from kvoy.transport.rpc import Duplex, Exchange, Registration
@@ -140,7 +140,7 @@ class _Face:
             return None
         source = self._sources.find(opening) if self._sources else None
         if source is None:
-            raise Unavailable(f"This pod cannot reach the sender's memory by {opening.transport}.", "no_source")
+            raise Unavailable(f"This pod cannot reach the sender's memory by {opening.transport}.", NOT_KNOWN)
         return source
 
     async def _read(self, stream: _IngestStream, exchange: Exchange) -> None:

@@ -20,8 +20,9 @@ RETRY_S = 30.0
 """For how long an offer that failed is not tried again: a port that swallows what comes costs a handoff seconds."""
 ANOTHER_HOST = "another_host"
 """Why shared memory does not work between most pods, which is nothing to warn of."""
-OUT_OF_REACH = ("no_source", "source_lost")
-"""Why a decode pod ends a stream whose payloads it cannot get."""
+NOT_KNOWN, OUT_OF_REACH = "no_source", "source_lost"
+"""Why a decode pod ends a stream whose payloads it cannot get: it does not know the source, or knows it no more."""
+_MOST_DOUBTED = 256
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Links:
         self._clock = clock
         self._failed_at: dict[TransportOffer, float] = {}
         """Of offers whose last try failed, which has been said."""
+        self._doubted: set[TransportOffer] = set()
 
     async def choose(self, opening: Opening, offers: Sequence[TransportOffer]) -> "Way":
         """The best of the offers that works, else gRPC."""
@@ -66,9 +68,21 @@ class Links:
     def worked(self, offer: TransportOffer) -> None:
         """A payload went by it."""
         self._failed_at.pop(offer, None)
+        self._doubted.discard(offer)
+
+    def doubt(self, offer: TransportOffer, error: KvoyError) -> None:
+        """Blame it if this happens twice in a row. Once it may be that a connection broke and this end had yet to see
+        it."""
+        if offer in self._doubted:
+            self.blame(offer, error)
+        else:
+            if len(self._doubted) >= _MOST_DOUBTED:
+                self._doubted.clear()  # of pods that are long gone
+            self._doubted.add(offer)
 
     def blame(self, offer: TransportOffer, error: KvoyError) -> None:
         """It does not work, and is left alone for a while."""
+        self._doubted.discard(offer)
         if offer not in self._failed_at:
             level = logging.INFO if reason_of(error) == ANOTHER_HOST else logging.WARNING
             _log.log(level, "handoffs to %s do without %s: %s", offer.address, offer.name, error)
@@ -107,5 +121,10 @@ class Way:
 
     def broke(self, error: KvoyError) -> None:
         """The stream has ended so."""
-        if self._offer is not None and not self._works and reason_of(error) in OUT_OF_REACH:
+        if self._offer is None or self._works:
+            return
+        reason = reason_of(error)
+        if reason == OUT_OF_REACH:
             self._links.blame(self._offer, error)
+        elif reason == NOT_KNOWN:
+            self._links.doubt(self._offer, error)

@@ -65,17 +65,20 @@ class Pod:
     link: Proxy = field(default_factory=Proxy)
     """To a decode pod."""
 
-    async def numbers(self) -> dict[str, float]:
-        """Every series of /metrics; what has labels is summed."""
+    async def series(self) -> dict[str, float]:
+        """Every series of /metrics."""
         try:
             text = await get(self.metrics_port, "/metrics")
         except OSError as error:
             raise AssertionError(f"{self.name} is gone; it said: {self.process.stderr[-4000:]}") from error
+        lines = (line.rpartition(" ") for line in text.splitlines() if line[:1] not in {"", "#"})
+        return {name: float(value) for name, _, value in lines}
+
+    async def numbers(self) -> dict[str, float]:
+        """By the names of the series: what has labels is summed."""
         numbers: Counter[str] = Counter()
-        for line in text.splitlines():
-            if line[:1] not in {"", "#"}:
-                series, _, value = line.rpartition(" ")
-                numbers[series.partition("{")[0].removesuffix("_total")] += float(value)
+        for name, value in (await self.series()).items():
+            numbers[name.partition("{")[0].removesuffix("_total")] += value
         return dict(numbers)
 
     async def number(self, name: str) -> float:

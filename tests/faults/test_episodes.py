@@ -6,6 +6,7 @@ been lost in it would show at the end.
 """
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -17,7 +18,9 @@ import pytest
 
 from kvoy.core.errors import DeadlinePassed, KvoyError
 from tests.faults.proxy import NOWHERE
-from tests.faults.site import Pod, Site, ask, until
+from tests.faults.site import Pod, Site, ask, prompt, until
+from tests.pods.cluster import Router
+from tests.pods.cluster import ask as as_request
 
 EPISODES = int(os.environ.get("KVOY_FAULT_EPISODES", "15"))
 SEED = os.environ.get("KVOY_FAULT_SEED") or str(random.SystemRandom().randrange(1 << 32))
@@ -184,7 +187,12 @@ async def make_whole(episode: Episode) -> None:
 async def visit_all(site: Site) -> None:
     """Each prefill pod hands over to each decode pod, so that every connection there can be is there."""
     for _ in range(4):
-        await asyncio.gather(*(ask(site, random.choices(range(900), k=200)) for _ in range(4)))
+        await asyncio.gather(*(ask(site, prompt(200)) for _ in range(4)))
+    router = Router()
+    for prefill, decode in itertools.product(site.prefills, site.decodes):
+        outcome = await router.generate(as_request(prompt(200)), decode.address, prefill.address)
+        assert outcome.finish is not None
+    await router.close()
 
 
 async def test_when_all_is_over_the_pods_are_as_they_were(site: Site) -> None:

@@ -7,6 +7,7 @@ be placed while it is.
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from kvoy.core.step import StepPlan
@@ -15,6 +16,7 @@ from kvoy.engine import messages
 from kvoy.runtime.config import load
 from kvoy.runtime.pod import PodConfig, PodRuntime, Service, run_service
 from kvoy.telemetry.metrics import Instrument
+from kvoy.transport import links
 from services.decode import service as decode
 from services.decode.config import DecodeConfig
 from services.prefill import service as prefill
@@ -36,6 +38,10 @@ SLOW_STEP_S = 0.15
 STEP_S = 0.002
 
 
+links.RETRY_S = 0.2
+"""Else pods would do without a transport for most of the tests, once a link was bad."""
+
+
 class PacedEngine(ToyEngine):
     """Takes its time for steps, so that a prompt is under way for a while."""
 
@@ -51,6 +57,9 @@ class PacedEngine(ToyEngine):
                 await asyncio.sleep(0)
             yield self._obey(order)
             self.steps.clear()
+
+    def _look_at_clock(self) -> float:
+        return time.time()
 
     def _step_s(self, plan: StepPlan) -> float:
         prefilled = (self._first(row.block_table) if row.start else row.token_ids[0] for row in plan.prefill)

@@ -94,15 +94,18 @@ class ToyEngine:
 
     def _run(self, plan: StepPlan) -> StepResult:
         self.steps.append(plan)
-        started_at = self._now = self._now + 1
+        started_at = self._look_at_clock()
         sampled = [self._prefill(row) for row in plan.prefill]
-        self._now += 1
         return StepResult(
             plan.step_id,
             (*(one for one in sampled if one is not None), *(self._decode(row) for row in plan.decode)),
             started_at,
-            self._now,
+            self._look_at_clock(),
         )
+
+    def _look_at_clock(self) -> float:
+        self._now += 1
+        return self._now
 
     def _prefill(self, row: PrefillRow) -> Sampled | None:
         for n, token in enumerate(row.token_ids):

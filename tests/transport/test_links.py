@@ -109,6 +109,15 @@ async def test_a_way_by_which_no_payload_came_is_left_for_a_while(links, clock, 
     assert [record.message for record in caplog.records] == ["handoffs to a do without shm: no byte came"]
 
 
+async def test_who_is_not_known_tries_once_more_for_a_connection_may_have_broken_unseen(links):
+    error = PeerError("who are you?", "no_source")
+    for expected in ("shm", "shm", "tcp"):
+        way = await links.choose(OPENING, OFFERS)
+        assert way.opening == by(expected)
+        way.broke(error)
+    assert await chosen(links, OFFERS) == by("tcp")
+
+
 async def test_a_way_that_worked_and_broke_is_tried_again_at_once(links):
     way = await links.choose(OPENING, OFFERS)
     way.works()
