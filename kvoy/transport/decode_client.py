@@ -6,6 +6,7 @@ Carries events, decides nothing: where a request goes and what follows a failure
 import asyncio
 import time
 from collections import deque
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -118,7 +119,7 @@ class _ServeStream:
         self._exchange = exchange
         self._keep_s = keep_s
         self._address = address
-        self._outbox: Outbox[bytes] = Outbox(MAX_WAITING_BYTES, self._too_slow, len)
+        self._outbox: Outbox[bytes] = Outbox(MAX_WAITING_BYTES, partial(_too_slow, address), len)
         self._requests: dict[str, DecodeRequest] = {}
 
     @property
@@ -149,7 +150,8 @@ class _ServeStream:
         try:
             await race(self._read(), self._write(), self._keep(), self._outbox.failure())
         except KvoyError as reason:
-            error = reason if isinstance(reason, PeerError) else PeerError(str(reason), "unreachable")
+            failed = reason if isinstance(reason, PeerError) else PeerError(str(reason), "unreachable")
+            error = failed.with_traceback(None)  # it would hold this call, and so the connection
         finally:
             self._exchange.cancel()
             self._outbox.fail(error)
@@ -177,8 +179,9 @@ class _ServeStream:
             if request := self._requests.get(event.request_id):
                 request.deliver(event)
 
-    def _too_slow(self) -> KvoyError:
-        return Overloaded(f"The decode pod at {self._address} does not take what it is told.", "slow_peer")
+
+def _too_slow(address: str) -> KvoyError:
+    return Overloaded(f"The decode pod at {address} does not take what it is told.", "slow_peer")
 
 
 def _decode_message(wire: bytes) -> DecodeMessage:

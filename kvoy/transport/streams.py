@@ -69,7 +69,10 @@ class Outbox(Generic[T]):
             self._wake.clear()
             await self._wake.wait()
         if not self._waiting and self._last_word is not None:
-            raise self._last_word
+            try:
+                raise self._last_word
+            finally:
+                del self  # the error knows this frame, and must not hold itself by it
         taken = list(self._waiting)
         self._waiting.clear()
         self._weight = 0
@@ -79,22 +82,42 @@ class Outbox(Generic[T]):
         """Waits for ``fail`` and raises its error."""
         await self._failed.wait()
         assert self._error is not None
-        raise self._error
+        try:
+            raise self._error
+        finally:
+            del self  # the error knows this frame, and must not hold itself by it
 
 
 async def race(*works: Coroutine[Any, Any, None]) -> None:
-    """Runs all until the first ends, then cancels the others and waits for them; raises what the first raised."""
+    """Runs all until the first ends, then cancels the others and waits for them; raises what the first raised.
+
+    What the works held is let go of with that error, not only when Python next looks for cycles: an open call keeps
+    its connection.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
-    ended: list[asyncio.Task[None]] = []
+    first: list[asyncio.Task[None]] = []
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        ended = [task for task in tasks if task.done()]
+        first += [task for task in tasks if task.done()]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in ended:
-        task.result()
+        await _cancel_all(tasks)
+        del works
+        tasks.clear()
+    try:
+        while first:
+            first.pop(0).result()
+    finally:
+        first.clear()
+
+
+async def _cancel_all(tasks: list[asyncio.Task[None]]) -> None:
+    """And waits for them; whatever they raise has been seen."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)  # whoever awaits a cancelled task itself makes a cycle, and so does asyncio.gather
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:

@@ -4,6 +4,7 @@ Every decode pod has prefill pods reach it through a Proxy. What pods hold and c
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -94,8 +95,11 @@ class Pod:
     @property
     def descriptors(self) -> Counter[str]:
         """How many open files of each sort it has."""
-        files = Path(f"/proc/{self.process.pid}/fd")
-        return Counter(str(each.readlink()).partition(":[")[0] for each in files.iterdir())
+        kinds: Counter[str] = Counter()
+        for file in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                kinds[str(file.readlink()).partition(":[")[0]] += 1
+        return kinds
 
     @property
     def resident_bytes(self) -> int:

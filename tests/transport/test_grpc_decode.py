@@ -1,6 +1,7 @@
 """The Serve stream over loopback: many requests on one stream, and what becomes of them when an end goes away."""
 
 import asyncio
+import gc
 import time
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from kvoy.transport.decode_client import DecodeClient
 from kvoy.v1 import decode_pb2 as pb
 from tests.transport import values
 from tests.transport.handlers import Decode, until
+from tests.transport.transports import descriptors
 
 
 def request(request_id: str):
@@ -323,3 +325,27 @@ def test_merging_loses_and_reorders_nothing(messages):
         return [event for one in said for event in (one.outputs if isinstance(one, StepOutputs) else (one,))]
 
     assert flat(decode_module._merged(messages)) == flat(messages)
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_closed_client_leaves_no_connection(serve, is_answered):
+    """Not even until Python next looks for cycles."""
+    handler = Decode()
+    server = await serve(decode_service(handler))
+    before = descriptors()
+    gc.collect()
+    gc.disable()
+    try:
+        channels = Channels()
+        client = DecodeClient(channels)
+        async with client.reserve(server.address, values.REQUEST) as events:
+            await until(lambda: handler.messages)
+            if is_answered:
+                handler.sessions[0].send(reservation("request-1"))
+                assert await anext(events)
+        await client.close()
+        await channels.close()
+        del client, channels, events
+        await until(lambda: descriptors() <= before)
+    finally:
+        gc.enable()

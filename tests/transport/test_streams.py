@@ -1,6 +1,9 @@
 """The outbox and the small asyncio tools."""
 
 import asyncio
+import contextlib
+import gc
+import weakref
 
 import pytest
 
@@ -138,3 +141,43 @@ async def test_closing_closes_generators_and_leaves_other_iterators_alone():
 
     async with closing(Plain()):
         pass
+
+
+class Thing:
+    """What a work of a race holds."""
+
+
+@contextlib.contextmanager
+def no_collection():
+    """Python does not look for cycles meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def test_after_a_race_nothing_of_it_is_held():
+    box = outbox()
+
+    async def wait(thing: Thing) -> None:
+        await asyncio.Event().wait()
+        assert thing
+
+    async def run() -> weakref.ref[Thing]:
+        thing = Thing()
+        known = weakref.ref(thing)
+        works = [wait(thing), box.failure()]
+        del thing
+        asyncio.get_running_loop().call_soon(box.fail, KvoyError("Over."))
+        try:
+            await race(*works)
+        except KvoyError as error:
+            error.with_traceback(None)
+        return known
+
+    with no_collection():
+        known = await run()
+        assert known() is None
+        box = outbox()
