@@ -172,7 +172,8 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class FrameBad:
-    """Answers ImportFrame: what came into the slot is not what was sent. Nothing of it is in the pool."""
+    """Answers ImportFrame: what came is not what was sent. If anything of it is in the pool, it counts as nothing, and is
+    written over."""
 
     transfer_id: int
     is_lost: bool = False

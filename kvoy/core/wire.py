@@ -32,6 +32,14 @@ class WirePolicy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where bytes lie in memory of another process that our engine reads: its number there, and how far in."""
+
+    number: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class WireRun:
     """What a slot holds of another pool: whole blocks of that, which need not begin where ours do. A token of the run
     is written if it lies in our blocks and is not among the first ``skip_tokens``."""

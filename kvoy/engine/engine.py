@@ -19,12 +19,15 @@ from kvoy.core.wire import WireRun
 from kvoy.engine.device import Device, Mark, choose
 from kvoy.engine.graphs import Buckets
 from kvoy.engine.kv_cache import KvLayout, KvPool, blocks_in
+from kvoy.engine.lent import LentMemory
 from kvoy.engine.messages import (
     EngineSettings,
     ExportBlocks,
     Exported,
+    ForgetLent,
     ImportBlocks,
     Imported,
+    MapLent,
     Ready,
     RunStep,
     StepDone,
@@ -49,7 +52,13 @@ _ROOM_BYTES = 1 << 30
 class Engine:
     """A loaded, warm model with its pool and slab. ``ready`` is what the service is told about it."""
 
-    def __init__(self, settings: EngineSettings, slab_fd: int, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        slab_fd: int,
+        progress: Callable[[str], None],
+        lent: LentMemory | None = None,
+    ) -> None:
         """Takes the slab's descriptor over. ConfigError for settings, ModelError for a model that cannot be served."""
         started_at = time.monotonic()
         check_settings(settings)
@@ -73,7 +82,8 @@ class Engine:
         uploads = Uploads(device)
         self._runner = Runner(decoder, self._pool, context_tokens, device, uploads)
         self._slab = Slab(slab_fd, settings.slots, slot)
-        self._transfers = _transfers(self._pool, self._slab, device, uploads, progress)
+        self._lent = lent or LentMemory()
+        self._transfers = _transfers(self._pool, self._slab, device, uploads, progress, lent=self._lent)
         self._pending: deque[tuple[Mark, Exported | Imported]] = deque()
         if device.place.type == "cpu" and not compiles():
             progress("computing with torch alone; with the extra kvoy[cpu] decode is up to half faster")
@@ -86,18 +96,22 @@ class Engine:
             ) from error
         if settings.deterministic:
             prove(self._runner.run, layout.blocks, min(kv_spec.block_tokens, context_tokens), spec.vocab_tokens)
-        if device.place.type != "cpu":
+        is_on_cpu = device.place.type == "cpu"
+        if not is_on_cpu:
             self._capture(Buckets.up_to(min(settings.graph_rows, layout.blocks), context_tokens), progress)
-        self.ready = _ready(files, spec, layout, context_tokens, time.monotonic() - started_at)
+        self.ready = _ready(files, spec, layout, context_tokens, time.monotonic() - started_at, reads_lent=is_on_cpu)
 
     def obey(self, order: RunStep | ExportBlocks | ImportBlocks) -> StepDone | Exported | Imported:
         """``begin``, and wait for it: the answer to this order. Nothing must be pending."""
         (answer,) = [*self.begin(order), *self.settle()]
         return answer
 
-    def begin(self, order: RunStep | ExportBlocks | ImportBlocks) -> list[StepDone | Exported | Imported]:
-        """Answers that are due, each order's own in the end, in the order of the orders: a GPU copies blocks beside the
-        steps that follow. InvariantError for an order that does not fit, before it has changed anything."""
+    def begin(
+        self, order: RunStep | ExportBlocks | ImportBlocks | MapLent | ForgetLent
+    ) -> list[StepDone | Exported | Imported]:
+        """Answers that are due, each order's own, if it has one, in the end, in the order of the orders: a GPU copies
+        blocks beside the steps that follow. InvariantError for an order that does not fit, before it has changed
+        anything."""
         match order:
             case RunStep(plan):
                 step = self._runner.begin(plan)
@@ -106,6 +120,10 @@ class Engine:
                 self._pending.append((self._transfers.export_blocks(order), Exported(order.transfer_id)))
             case ImportBlocks():
                 self._pending.append((self._transfers.import_blocks(order), Imported(order.transfer_id)))
+            case MapLent(number):
+                self._lent.map(number)
+            case ForgetLent(number):
+                self._lent.forget(number)
             case _:
                 assert_never(order)
         due: list[StepDone | Exported | Imported] = []
@@ -182,10 +200,10 @@ def _check_room(layout: KvLayout, device: Device) -> None:
 
 
 def _transfers(
-    pool: KvPool, slab: Slab, device: Device, uploads: Uploads, progress: Callable[[str], None]
+    pool: KvPool, slab: Slab, device: Device, uploads: Uploads, progress: Callable[[str], None], *, lent: LentMemory
 ) -> Transfers:
     if device.place.type == "cpu":
-        return DirectTransfers(pool, slab)
+        return DirectTransfers(pool, slab, lent)
     transfers = StagedTransfers(pool, slab, device, uploads)
     if not transfers.is_pinned:
         progress("the system does not pin the staging slab: copies to and from the GPU hold steps up")
@@ -202,6 +220,8 @@ def kv_spec_of(spec: ModelSpec, settings: EngineSettings) -> KvSpec:
     )
 
 
-def _ready(files: ModelFiles, spec: ModelSpec, layout: KvLayout, context_tokens: int, load_s: float) -> Ready:
+def _ready(
+    files: ModelFiles, spec: ModelSpec, layout: KvLayout, context_tokens: int, load_s: float, *, reads_lent: bool
+) -> Ready:
     info = ModelInfo(files.name, files.fingerprint(), context_tokens, spec.vocab_tokens)
-    return Ready(info, layout.spec, layout.blocks, files.eos_token_ids(), load_s)
+    return Ready(info, layout.spec, layout.blocks, files.eos_token_ids(), load_s, reads_lent)

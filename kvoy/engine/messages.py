@@ -2,14 +2,14 @@
 
 Torch-free, so that services can import it. The channel (kvoy.engine.channel) carries these pickled over a
 socket pair between a parent and the child it started: both ends are the same code of the same release.
-The worker obeys in the order received and answers each Order with exactly one message.
+The worker obeys in the order received and answers each Order with exactly one message, but for those that say so.
 """
 
 from dataclasses import dataclass
 
 from kvoy.core.step import StepPlan, StepResult
 from kvoy.core.types import KvDtype, KvSpec, ModelInfo
-from kvoy.core.wire import WireRun
+from kvoy.core.wire import Place, WireRun
 
 DEFAULT_POOL_BYTES = 1 << 30
 
@@ -59,6 +59,23 @@ class Ready:
     pool_blocks: int
     eos_token_ids: tuple[int, ...]
     load_s: float
+    reads_lent: bool = False
+    """Imports may name memory of other processes: the pool is in the host's."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapLent:
+    """Memory of another process, whose descriptor was passed to the worker, is from now on known under this number. Not
+    answered."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetLent:
+    """No later order names it. Not answered."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +103,8 @@ class ExportBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ImportBlocks:
-    """The inverse of ExportBlocks: copy a slot into pool blocks; bit for bit, unless formats differ."""
+    """The inverse of ExportBlocks: copy a slot into pool blocks; bit for bit, unless formats differ. With a ``place``
+    what the slot would hold lies there, and the slot is not touched."""
 
     transfer_id: int
     slot: int
@@ -95,6 +113,7 @@ class ImportBlocks:
     layers: int
     run: WireRun | None = None
     """What the slot holds; None: these blocks, as the pool has them."""
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +121,7 @@ class Stop:
     """Leave after the orders before this one. Not answered; the worker exits 0."""
 
 
-Order = RunStep | ExportBlocks | ImportBlocks | Stop
+Order = RunStep | ExportBlocks | ImportBlocks | MapLent | ForgetLent | Stop
 
 
 @dataclass(frozen=True, slots=True)

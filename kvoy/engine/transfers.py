@@ -17,8 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvoy.core.errors import InvariantError
 from kvoy.engine.device import Device, Mark
 from kvoy.engine.kv_cache import KvPool
+from kvoy.engine.lent import LentMemory
 from kvoy.engine.messages import ExportBlocks, ImportBlocks
 from kvoy.engine.packing import Packed
 from kvoy.engine.slab import Slab
@@ -41,19 +43,25 @@ class Transfers(Protocol):
 
 
 class DirectTransfers:
-    """The pool is in the host's memory: straight between it and the slot, at once."""
+    """The pool is in the host's memory: straight between it and the slot, or what is lent, at once."""
 
-    def __init__(self, pool: KvPool, slab: Slab) -> None:
+    def __init__(self, pool: KvPool, slab: Slab, lent: LentMemory | None = None) -> None:
         self._pool = pool
         self._slab = slab
+        self._lent = lent or LentMemory()
 
     def export_blocks(self, order: ExportBlocks) -> Mark:
         self._pool.export_blocks(order, self._slab.slot(order.slot))
         return Mark()
 
     def import_blocks(self, order: ImportBlocks) -> Mark:
-        self._pool.import_blocks(order, self._slab.slot(order.slot))
+        self._pool.import_blocks(order, self._memory(order))
         return Mark()
+
+    def _memory(self, order: ImportBlocks) -> memoryview:
+        if order.place is None:
+            return self._slab.slot(order.slot)
+        return self._lent.read(order.place.number, order.place.offset, self._pool.wire_bytes(order))
 
 
 class StagedTransfers:
@@ -86,6 +94,8 @@ class StagedTransfers:
 
     @torch.inference_mode()
     def import_blocks(self, order: ImportBlocks) -> Mark:
+        if order.place is not None:  # memory that is not pinned would hold the host up
+            raise InvariantError("a pool on a device imports from its own slab only")
         slot, blocks = self._checked(order)
         stage, is_free = self._turns.pop(0)
         compute, copy = self._device.compute, self._device.copy

@@ -1,4 +1,5 @@
-"""The engine worker process: ``python -m kvoy.engine.worker SOCKET_FD SLAB_FD``, started by runtime/engine_client.py.
+"""The engine worker process: ``python -m kvoy.engine.worker SOCKET_FD SLAB_FD LENT_FD``, started by
+runtime/engine_client.py.
 
 Owns what makes it a good child: it lives no longer than its parent, whatever either is doing, leaves signals that
 reach the whole group to the parent, and says in one sentence why it failed. What an order means is engine.py's affair.
@@ -19,13 +20,25 @@ from typing import TYPE_CHECKING
 from kvoy.core.errors import ConfigError, KvoyError
 from kvoy.engine.cache import default_cache_dir
 from kvoy.engine.channel import BlockingChannel
+from kvoy.engine.lent import LentMemory
 from kvoy.engine.memory import forget_file_pages, give_back_freed_memory, keep_freed_memory
-from kvoy.engine.messages import Answer, EngineSettings, ExportBlocks, Failed, ImportBlocks, Progress, RunStep, Stop
+from kvoy.engine.messages import (
+    Answer,
+    EngineSettings,
+    ExportBlocks,
+    Failed,
+    ForgetLent,
+    ImportBlocks,
+    MapLent,
+    Progress,
+    RunStep,
+    Stop,
+)
 
 if TYPE_CHECKING:
     from kvoy.engine.engine import Engine
 
-_OBEYED = RunStep | ExportBlocks | ImportBlocks
+_OBEYED = RunStep | ExportBlocks | ImportBlocks | MapLent | ForgetLent
 
 logger = logging.getLogger("kvoy.engine.worker")
 
@@ -47,12 +60,12 @@ class ParentWatch:
         os._exit(self.exit_code)
 
 
-def serve(channel: BlockingChannel, slab_fd: int) -> None:
+def serve(channel: BlockingChannel, slab_fd: int, lent: LentMemory) -> None:
     """Load the model, then obey until Stop or until the parent is gone."""
     settings, *orders = channel.receive() or [Stop()]
     if not isinstance(settings, EngineSettings):
         return
-    engine = load(settings, slab_fd, lambda message: channel.send(Progress(message)))
+    engine = load(settings, slab_fd, lambda message: channel.send(Progress(message)), lent)
     channel.send(engine.ready)
     while orders := orders or channel.receive():
         for answer in _answers(engine, orders):
@@ -62,7 +75,9 @@ def serve(channel: BlockingChannel, slab_fd: int) -> None:
         orders = []
 
 
-def load(settings: EngineSettings, slab_fd: int, progress: Callable[[str], None]) -> "Engine":
+def load(
+    settings: EngineSettings, slab_fd: int, progress: Callable[[str], None], lent: LentMemory | None = None
+) -> "Engine":
     """An engine in a process made ready for one: its allocator, its collector, its caches. Before torch is imported."""
     keep_freed_memory()
     if settings.deterministic:
@@ -71,7 +86,7 @@ def load(settings: EngineSettings, slab_fd: int, progress: Callable[[str], None]
     os.environ.setdefault("NUMBA_CACHE_DIR", str(default_cache_dir() / "compiled"))  # read when Numba is imported
     from kvoy.engine.engine import Engine  # noqa: PLC0415 (torch takes seconds to import, and may fail: say so)
 
-    engine = Engine(settings, slab_fd, progress)
+    engine = Engine(settings, slab_fd, progress, lent)
     gc.collect()
     gc.freeze()  # what the model is made of stays: no later collection need look at it
     give_back_freed_memory()
@@ -93,16 +108,16 @@ def main() -> int:
         signal.signal(signal_to_all, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        socket_fd, slab_fd = (int(argument) for argument in sys.argv[1:])
-        sock = socket.socket(fileno=socket_fd)
-        os.set_inheritable(socket_fd, False)
-        os.set_inheritable(slab_fd, False)
+        socket_fd, slab_fd, lent_fd = (int(argument) for argument in sys.argv[1:])
+        sock, lent = socket.socket(fileno=socket_fd), LentMemory(socket.socket(fileno=lent_fd))
+        for fd in (socket_fd, slab_fd, lent_fd):
+            os.set_inheritable(fd, False)
     except (ValueError, OSError):
         sys.stderr.write("an engine worker is started by its service: python -m services.decode --help\n")
         return 2
     channel, watch = BlockingChannel(sock), ParentWatch(sock)
     try:
-        serve(channel, slab_fd)
+        serve(channel, slab_fd, lent)
     except BrokenPipeError:
         return 0
     except Exception as error:  # noqa: BLE001 (the border of the process: whatever it is, the parent is told)

@@ -12,18 +12,21 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvoy.core.errors import EngineError, ModelError
 from kvoy.engine.channel import AsyncChannel
 from kvoy.engine.cores import usable_cores
+from kvoy.engine.lent import Lending
 from kvoy.engine.messages import (
     Answer,
     EngineSettings,
     Exported,
     Failed,
+    ForgetLent,
     Imported,
+    MapLent,
     Order,
     Progress,
     Ready,
@@ -42,14 +45,30 @@ _SPIN_COUNT = "10000"
 logger = logging.getLogger("kvoy.runtime.engine_client")
 
 
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker's process and our ends of what joins us."""
+
+    process: Process
+    channel: AsyncChannel
+    lending: Lending
+
+    async def kill(self) -> None:
+        """And give all back."""
+        await _kill(self.process)
+        await self.channel.close()
+        self.lending.close()
+
+
 class EngineClient:
     """One worker, running from ``start`` until ``stop`` or its death, of which ``answers`` tells."""
 
-    def __init__(self, process: Process, channel: AsyncChannel, ready: Ready, slab: Slab) -> None:
+    def __init__(self, worker: Worker, ready: Ready, slab: Slab) -> None:
         self.ready = ready
         self.slab = slab
-        self._process = process
-        self._channel = channel
+        self._process = worker.process
+        self._channel = worker.channel
+        self._lending = worker.lending
         self._stopping = False
 
     @classmethod
@@ -61,18 +80,18 @@ class EngineClient:
         """
         settings = replace(settings, threads=settings.threads or usable_cores())
         slab_fd = nameless_file()
-        process = channel = None
+        worker = None
         try:
-            process, channel = await _spawn(settings, slab_fd)
-            ready = await _until_ready(process, channel, settings)
+            told = worker_environment(settings.threads, os.environ, cores_shared=settings.cores_shared)
+            worker = await spawn((sys.executable, "-m", "kvoy.engine.worker"), slab_fd, os.environ | told)
+            worker.channel.send(settings)
+            ready = await _until_ready(worker, settings)
             slab = Slab(slab_fd, settings.slots, slot_bytes(settings.slot_bytes, ready.kv_spec))
-            return cls(process, channel, ready, slab)
+            return cls(worker, ready, slab)
         except BaseException:
             os.close(slab_fd)
-            if process is not None:
-                await _kill(process)
-            if channel is not None:
-                await channel.close()
+            if worker is not None:
+                await worker.kill()
             raise
 
     @property
@@ -84,6 +103,19 @@ class EngineClient:
         if self._process.returncode is not None:
             raise EngineError(f"the engine worker {_how_it_ended(self._process)}")
         self._channel.send(order)
+
+    def lend(self, fd: int) -> int | None:
+        """Has the worker map the memory behind ``fd``, which stays the caller's and keeps its size: a number for it,
+        until ``take_back``. None: the worker does not read it, for its pool is elsewhere, or there is no room."""
+        number = self._lending.register(fd) if self.ready.reads_lent and not self._stopping else None
+        if number is not None:
+            self.send(MapLent(number))
+        return number
+
+    def take_back(self, number: int) -> None:
+        """No later order names this memory."""
+        if not self._stopping and self._process.returncode is None:
+            self._channel.send(ForgetLent(number))
 
     async def answers(self) -> AsyncIterator[Answer]:
         """One answer for each order but Stop, in the order sent; for one consumer. Ends after ``stop``; raises
@@ -106,6 +138,7 @@ class EngineClient:
         finally:
             self.slab.close()
             await self._channel.close()
+            self._lending.close()
 
 
 def worker_environment(threads: int, environment: Mapping[str, str], *, cores_shared: bool = False) -> dict[str, str]:
@@ -121,33 +154,32 @@ def worker_environment(threads: int, environment: Mapping[str, str], *, cores_sh
     return told
 
 
-async def _spawn(settings: EngineSettings, slab_fd: int) -> tuple[Process, AsyncChannel]:
-    """The child with its ends of the channel and the slab, told its settings."""
+async def spawn(command: Sequence[str], slab_fd: int, environment: Mapping[str, str]) -> Worker:
+    """Starts ``command`` with its ends of channel, slab and lent memory, in this order, as its last words."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    lender, borrower = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lending = Lending(lender)
+    with theirs, borrower:
         channel = await AsyncChannel.open(ours)
-        told = worker_environment(settings.threads, os.environ, cores_shared=settings.cores_shared)
+        fds = (theirs.fileno(), slab_fd, borrower.fileno())
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "kvoy.engine.worker",
-                str(theirs.fileno()),
-                str(slab_fd),
+                *command,
+                *map(str, fds),
                 stdin=DEVNULL,
                 stdout=_STDERR,  # a service's own stdout carries its ready line and nothing else
-                env=os.environ | told,
-                pass_fds=(theirs.fileno(), slab_fd),
+                env=environment,
+                pass_fds=fds,
             )
         except BaseException:  # a child that has started all the same sees the end of its channel and goes
             await channel.close()
+            lending.close()
             raise
-    channel.send(settings)
-    return process, channel
+    return Worker(process, channel, lending)
 
 
-async def _until_ready(process: Process, channel: AsyncChannel, settings: EngineSettings) -> Ready:
-    while messages := await channel.receive():
+async def _until_ready(worker: Worker, settings: EngineSettings) -> Ready:
+    while messages := await worker.channel.receive():
         for message in messages:
             match message:
                 case Progress(text):
@@ -158,8 +190,8 @@ async def _until_ready(process: Process, channel: AsyncChannel, settings: Engine
                     return message
                 case _:
                     raise EngineError(f"the engine worker said {message!r} before it was ready")
-    await _reap(process)
-    raise EngineError(f"the engine worker {_how_it_ended(process)} while it started; its log says why")
+    await _reap(worker.process)
+    raise EngineError(f"the engine worker {_how_it_ended(worker.process)} while it started; its log says why")
 
 
 def _answer(message: object) -> Answer:

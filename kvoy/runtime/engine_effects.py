@@ -49,6 +49,15 @@ class Engine(Protocol):
 
     def send(self, order: messages.Order) -> None: ...
 
+    def lend(self, fd: int) -> int | None:
+        """Has the worker map the memory behind ``fd``, which stays the caller's: the number that imports call it by.
+        None: it does not, and bytes go through the slab."""
+        ...
+
+    def take_back(self, number: int) -> None:
+        """No later order names this memory. Does nothing once the worker is gone."""
+        ...
+
     def answers(self) -> AsyncIterator[messages.Answer]: ...
 
     async def stop(self) -> None: ...
@@ -67,6 +76,8 @@ class EngineEffects:
         self._post = post
         self._fingerprint = engine.ready.model.fingerprint
         self._spec = engine.ready.kv_spec
+        self._instead: dict[int, Callable[[], None]] = {}
+        """What follows imports in place of Imported, by transfer id."""
 
     def slot(self, index: int, length: int) -> memoryview:
         """The first ``length`` bytes of a slot."""
@@ -76,8 +87,11 @@ class EngineEffects:
         """Where a slot begins in the slab."""
         return index * self._engine.slab.slot_bytes
 
-    def import_blocks(self, order: messages.ImportBlocks) -> None:
-        """A filled slot into the pool; answered by Imported."""
+    def import_blocks(self, order: messages.ImportBlocks, then: Callable[[], None] | None = None) -> None:
+        """A filled slot, or what lies at the order's place, into the pool; answered by Imported, or ``then`` is called
+        instead."""
+        if then is not None:
+            self._instead[order.transfer_id] = then
         self._engine.send(order)
 
     def perform(self, action: actions.SharedAction) -> None:
@@ -110,7 +124,8 @@ class EngineEffects:
                 case messages.Exported(transfer_id):
                     self._post(events.Exported(transfer_id))
                 case messages.Imported(transfer_id):
-                    self._post(events.Imported(transfer_id))
+                    instead = self._instead.pop(transfer_id, None)
+                    instead() if instead is not None else self._post(events.Imported(transfer_id))
                 case messages.Ready() | messages.Failed():
                     raise EngineError(f"The engine worker said {type(answer).__name__} while it was running.")
                 case _:

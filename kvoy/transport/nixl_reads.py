@@ -107,6 +107,9 @@ class NixlSlab:
             if read.landed.done() and not read.landed.cancelled() and read.landed.exception() is None:
                 self._orders.put(read.landed.result())
 
+    def lent(self, _offset: int, _nbytes: int) -> None:
+        """See payloads.Source. It is another host's, or may be."""
+
     async def lost(self) -> None:
         """See payloads.Source."""
         raise PeerError(await asyncio.shield(self._ended), "source_lost")

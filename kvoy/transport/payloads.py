@@ -1,7 +1,8 @@
 """Where the KV of a frame lies once the frame has arrived, and its one way from there into the receiver's own memory.
 
 Whoever fetches a payload learns whether what has come is what was sent: it is hashed where it will be used, piece by
-piece as it is copied, so that the hash reads from the cache. Knows no slots and no brain.
+piece as it is copied, so that the hash reads from the cache. What the receiver's engine can read where it lies is not
+fetched, but hashed there. Knows no slots and no brain.
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ from typing import Protocol
 import xxhash
 
 from kvoy.core.frames import Opening
-from kvoy.core.wire import GRPC
-from kvoy.transport.frame_wire import MAX_FRAME_BYTES, Frame
+from kvoy.core.wire import GRPC, Place
+from kvoy.transport.frame_wire import MAX_FRAME_BYTES, Frame, payload_checksum
 
 PIECE_BYTES = 256 * 1024
 """Copied and hashed at once: a part of a core's cache, and for how long others may wait for the interpreter lock."""
@@ -29,6 +30,10 @@ class Payload(Protocol):
         Once this has returned, raised or been cancelled, ``into`` is written no more."""
         ...
 
+    def in_place(self) -> "InPlace | None":
+        """As our own engine can read it; None: it must be fetched."""
+        ...
+
 
 class Source(Protocol):
     """The memory of one sender, as far as this process can reach it."""
@@ -39,6 +44,10 @@ class Source(Protocol):
 
     async def fetch(self, offset: int, into: memoryview) -> int:
         """Fill ``into`` from there on; the checksum of what has come, or PeerError. Cancelled, it writes no more."""
+        ...
+
+    def lent(self, offset: int, nbytes: int) -> tuple[Place, memoryview] | None:
+        """These bytes as our own engine can read them, and as this process can; None: it cannot, they are fetched."""
         ...
 
     async def lost(self) -> None:
@@ -82,6 +91,9 @@ class Carried:
         """See Payload."""
         return copy_and_hash(self.view, into) == self.checksum
 
+    def in_place(self) -> None:
+        """See Payload."""
+
 
 @dataclass(frozen=True, slots=True)
 class Referred:
@@ -95,6 +107,25 @@ class Referred:
     async def fetch(self, into: memoryview) -> bool:
         """See Payload."""
         return await self.source.fetch(self.offset, into) == self.checksum
+
+    def in_place(self) -> "InPlace | None":
+        """See Payload."""
+        lent = self.source.lent(self.offset, self.nbytes)
+        return None if lent is None else InPlace(*lent, self.checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """In the sender's memory, where our own engine reads it."""
+
+    place: Place
+    view: memoryview
+    checksum: int
+
+    def is_right(self) -> bool:
+        """Whether what lies there now is what was sent. Asked when the engine has read it, this tells of what it read:
+        a sender that has gone on to other things writes there what will not come back."""
+        return payload_checksum(self.view) == self.checksum
 
 
 def payload_of(frame: Frame, opening: Opening, source: Source | None) -> tuple[Payload, bool]:

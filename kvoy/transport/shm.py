@@ -1,8 +1,9 @@
-"""Transport ``shm``: the decode pod reads frames from the staging slab of a prefill pod on the same host.
+"""Transport ``shm``: frames stay in the staging slab of a prefill pod, and the decode pod's engine reads them there.
 
 A decode pod listens on a Unix socket in a directory of its own. A prefill pod connects and passes the descriptor of
 its slab with a token, which its openings then name; the mapping lasts as long as that connection, and as the handoffs
-that use it. Nothing here trusts the other end: what could shrink is refused, and every range is checked.
+that use it. An engine whose pool is on a device does not read it, and has frames copied into its own slab. Nothing here
+trusts the other end: what could shrink is refused, and every range is checked.
 """
 
 import asyncio
@@ -17,12 +18,14 @@ import socket
 import stat
 import struct
 import tempfile
+import weakref
 from pathlib import Path
+from typing import Protocol
 
 from kvoy.core.errors import PeerError
 from kvoy.core.frames import Opening
 from kvoy.core.types import TransportOffer
-from kvoy.core.wire import SHM
+from kvoy.core.wire import SHM, Place
 from kvoy.transport.links import ANOTHER_HOST
 from kvoy.transport.payloads import Source, copy_and_hash
 
@@ -45,14 +48,28 @@ def host_identity() -> str:
     return f"{boot}.{Path('/proc/self/ns/user').stat().st_ino}"
 
 
+class Reader(Protocol):
+    """The decode pod's engine."""
+
+    def lend(self, fd: int) -> int | None:
+        """Map the memory behind ``fd``, which stays the caller's: a number for it. None: this engine does not."""
+        ...
+
+    def take_back(self, number: int) -> None:
+        """It is not read any more."""
+        ...
+
+
 class SharedMemory:
     """A slab as another process maps it, read-only. It is unmapped when nobody holds this any more."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: memoryview, number: int | None = None) -> None:
+        """``number``: the engine's for it."""
         self._view = view
+        self._number = number
 
     @classmethod
-    def map(cls, fd: int) -> "SharedMemory":
+    def map(cls, fd: int, reader: Reader | None = None) -> "SharedMemory":
         """The memory behind ``fd``, which stays the caller's. PeerError if it is not what a slab is: a read of memory
         that its owner has taken away would kill this process."""
         try:
@@ -60,9 +77,14 @@ class SharedMemory:
             size = os.fstat(fd).st_size
             if not is_sealed or not size or not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise PeerError("what was passed is not memory that keeps its size", "bad_source")
-            return cls(memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)))
+            view = memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ))
         except (OSError, ValueError) as error:
             raise PeerError(f"what was passed cannot be mapped: {error}", "bad_source") from error
+        number = None if reader is None else reader.lend(fd)
+        memory = cls(view, number)
+        if reader is not None and number is not None:
+            weakref.finalize(memory, reader.take_back, number).atexit = False
+        return memory
 
     def holds(self, offset: int, nbytes: int) -> bool:
         """See payloads.Source."""
@@ -71,6 +93,10 @@ class SharedMemory:
     async def fetch(self, offset: int, into: memoryview) -> int:
         """See payloads.Source."""
         return copy_and_hash(self._view[offset : offset + into.nbytes], into)
+
+    def lent(self, offset: int, nbytes: int) -> tuple[Place, memoryview] | None:
+        """See payloads.Source."""
+        return None if self._number is None else (Place(self._number, offset), self._view[offset : offset + nbytes])
 
     async def lost(self) -> None:
         """See payloads.Source. What is mapped stays."""
@@ -81,8 +107,9 @@ class ShmSources:
     """The decode pod's end: Sources by token, and the socket where they are introduced. Serves from ``serve`` on,
     until that is cancelled; ``close`` gives all back."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Reader | None = None) -> None:
         """OSError where there is no place for the socket."""
+        self._reader = reader
         _sweep(Path(tempfile.gettempdir()))
         self._directory = tempfile.mkdtemp(prefix=_PREFIX)
         self._lock = -1
@@ -127,7 +154,7 @@ class ShmSources:
             connection.setblocking(False)
             try:
                 async with asyncio.timeout(_GREETING_S):
-                    token, slab = await _introduced(connection)
+                    token, slab = await _introduced(connection, self._reader)
                     self._keep(token, slab)
                     await asyncio.get_running_loop().sock_sendall(connection, _TAKEN)
                 del slab
@@ -171,14 +198,14 @@ def _locked(directory: Path | str) -> int:
     return lock
 
 
-async def _introduced(connection: socket.socket) -> tuple[bytes, SharedMemory]:
+async def _introduced(connection: socket.socket, reader: Reader | None) -> tuple[bytes, SharedMemory]:
     """Token and slab, as the first message of a sender has them."""
     await _readable(connection)
     token, fds, _, _ = socket.recv_fds(connection, TOKEN_BYTES, 1)
     try:
         if len(token) != TOKEN_BYTES or len(fds) != 1:
             raise PeerError("the first message is no introduction", "bad_source")
-        return token, SharedMemory.map(fds[0])
+        return token, SharedMemory.map(fds[0], reader)
     finally:
         for fd in fds:
             os.close(fd)

@@ -85,6 +85,9 @@ class RemoteSlab:
             read.give_up()
             raise
 
+    def lent(self, _offset: int, _nbytes: int) -> None:
+        """See payloads.Source. It is another host's, or may be."""
+
     async def lost(self) -> None:
         """See payloads.Source."""
         raise PeerError(await asyncio.shield(self._ended), "source_lost")

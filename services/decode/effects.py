@@ -18,12 +18,13 @@ from kvoy.core.actions import (
     SayToSender,
 )
 from kvoy.core.errors import PeerError
-from kvoy.core.events import FrameBad
+from kvoy.core.events import FrameBad, Imported
+from kvoy.core.wire import Place
 from kvoy.engine.messages import ImportBlocks
 from kvoy.runtime.engine_effects import EngineEffects
-from kvoy.transport.payloads import Payload
+from kvoy.transport.payloads import InPlace
 from services.decode.fetch_calls import FetchCalls
-from services.decode.ingest import Ingest
+from services.decode.ingest import Ingest, Taken
 from services.decode.sessions import Sessions
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class DecodeEffects:
         fetches: FetchCalls,
         *,
         tasks: asyncio.TaskGroup,
-        post: Callable[[FrameBad], None],
+        post: Callable[[FrameBad | Imported], None],
         exposed: Callable[[float], None],
     ) -> None:
         self._shared = shared
@@ -54,7 +55,7 @@ class DecodeEffects:
     def perform(self, action: DecodeAction) -> None:
         match action:
             case ImportFrame(_, header, stream):
-                self._tasks.create_task(self._import(action, self._ingest.take(stream, header)))
+                self._import(action, self._ingest.take(stream, header))
             case DropFrame(header, stream):
                 self._ingest.take(stream, header)
             case SayToSender():
@@ -70,7 +71,22 @@ class DecodeEffects:
             case _:
                 self._shared.perform(action)
 
-    async def _import(self, action: ImportFrame, payload: Payload) -> None:
+    def _import(self, action: ImportFrame, payload: Taken) -> None:
+        lying = payload.in_place()
+        if lying is None:
+            self._tasks.create_task(self._fetch(action, payload))
+        else:
+            self._shared.import_blocks(_order(action, lying.place), lambda: self._verify(action, payload, lying))
+
+    def _verify(self, action: ImportFrame, payload: Taken, lying: InPlace) -> None:
+        """The engine has read it where it lies."""
+        if lying.is_right():
+            payload.count()
+            self._post(Imported(action.transfer_id))
+        else:
+            self._post(FrameBad(action.transfer_id))
+
+    async def _fetch(self, action: ImportFrame, payload: Taken) -> None:
         """The one copy of a frame on this side, into the slab that the engine reads; it is verified there."""
         slot = self._shared.slot(action.slot, payload.nbytes)
         try:
@@ -82,7 +98,11 @@ class DecodeEffects:
         if not is_right:
             self._post(FrameBad(action.transfer_id))
             return
-        header = action.header
-        self._shared.import_blocks(
-            ImportBlocks(action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run)
-        )
+        self._shared.import_blocks(_order(action))
+
+
+def _order(action: ImportFrame, place: Place | None = None) -> ImportBlocks:
+    header = action.header
+    return ImportBlocks(
+        action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run, place
+    )

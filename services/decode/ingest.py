@@ -14,7 +14,7 @@ from kvoy.core.events import CommitArrived, DecodeEvent, FrameArrived, HandoffLo
 from kvoy.core.frames import Commit, Committed, FrameHeader, HandoffKey, Refused
 from kvoy.runtime.loop import Inbox
 from kvoy.transport.kv_stream import IngestStream
-from kvoy.transport.payloads import Payload
+from kvoy.transport.payloads import InPlace, Payload
 
 
 class _Arrivals:
@@ -52,7 +52,7 @@ class _Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class Taken:
     """A payload (see payloads.Payload) that the brain wants, as long as its stream is there."""
 
     payload: Payload
@@ -62,6 +62,10 @@ class _Taken:
     @property
     def nbytes(self) -> int:
         return self.payload.nbytes
+
+    def in_place(self) -> InPlace | None:
+        """See payloads.Payload. It lasts longer than its stream."""
+        return self.payload.in_place()
 
     async def fetch(self, into: memoryview) -> bool:
         """See payloads.Payload. PeerError also when the stream ended first."""
@@ -78,13 +82,17 @@ class _Taken:
         if fetch.cancelled():
             raise PeerError("its stream ended before it was here", "sender_lost")
         if fetch.result():
-            self.received(self.arrivals.stream.opening.transport, self.nbytes)
+            self.count()
         return fetch.result()
+
+    def count(self) -> None:
+        """It has come as it was sent."""
+        self.received(self.arrivals.stream.opening.transport, self.nbytes)
 
 
 class Ingest:
     """IngestHandler of kvoy.transport.kv_stream. ``room`` is how many frames one stream may have waiting here;
-    ``received`` is told of each that is in its slot as it was sent: by which transport, and how long."""
+    ``received`` is told of each that has come as it was sent: by which transport, and how long."""
 
     def __init__(self, inbox: Inbox[DecodeEvent], room: int, received: Callable[[str, int], None]) -> None:
         self._inbox = inbox
@@ -117,10 +125,10 @@ class Ingest:
         if self._welcomed.get(stream.opening.key) == stream.stream:
             self._lose(stream.opening.key, reason)
 
-    def take(self, stream: int, header: FrameHeader) -> Payload:
+    def take(self, stream: int, header: FrameHeader) -> Taken:
         """The payload of a frame that has arrived; it is here no more."""
         arrivals = self._arrivals[stream]
-        payload = _Taken(arrivals.take(header.seq), arrivals, self._received)
+        payload = Taken(arrivals.take(header.seq), arrivals, self._received)
         self._clean(stream)
         return payload
 

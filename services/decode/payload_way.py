@@ -17,7 +17,7 @@ from kvoy.runtime.pod import PodRuntime
 from kvoy.transport.introductions import Reception
 from kvoy.transport.nixl import NixlSources
 from kvoy.transport.payloads import ManySources, Sources
-from kvoy.transport.shm import ShmSources
+from kvoy.transport.shm import Reader, ShmSources
 from kvoy.transport.tcp import TcpSources
 from services.decode.config import DecodeConfig
 
@@ -41,14 +41,14 @@ class _Server(Protocol):
     def close(self) -> None: ...
 
 
-def payload_ways(pod: PodRuntime, config: DecodeConfig) -> PayloadWays:
-    """What ``config`` wants, served until the pod ends; ConfigError if there is no place for one of them."""
+def payload_ways(pod: PodRuntime, config: DecodeConfig, engine: Reader) -> PayloadWays:
+    """What ``config`` wants for ``engine``, served until the pod ends; ConfigError if one of them has no place."""
     sources: dict[str, Sources] = {}
     offers: dict[str, Callable[[], TransportOffer]] = {}
     servers: list[_Server] = []
     with ExitStack() as undone:
         if SHM in config.transport:
-            shared = _shared_memory()
+            shared = _shared_memory(engine)
             undone.callback(shared.close)
             servers.append(shared)
             sources[SHM], offers[SHM] = shared, lambda: shared.offer
@@ -68,9 +68,9 @@ def payload_ways(pod: PodRuntime, config: DecodeConfig) -> PayloadWays:
     return PayloadWays(ManySources(sources), lambda: [offer() for offer in wanted])
 
 
-def _shared_memory() -> ShmSources:
+def _shared_memory(engine: Reader) -> ShmSources:
     try:
-        return ShmSources()
+        return ShmSources(engine)
     except OSError as error:
         raise ConfigError(f"no place for the socket of transport shm: {error}; leave shm out of --transport") from error
 

@@ -26,7 +26,7 @@ from services.decode.sessions import Sessions
 EXPOSED = "kvoy_decode_exposed_seconds"
 TABLE = (
     *counter_table("decode", DecodeCounters),
-    *payload_table("decode", "received", "that came into the staging slab as they were sent, by transport."),
+    *payload_table("decode", "received", "that came as they were sent, by transport."),
     Instrument(
         EXPOSED,
         Kind.HISTOGRAM,
@@ -57,7 +57,7 @@ def assemble(pod: PodRuntime, config: DecodeConfig, engine: Engine) -> EngineSer
         effects.perform(action)
 
     loop: BrainLoop[DecodeEvent, DecodeAction] = BrainLoop(brain, perform, Tick(), check=config.check)
-    payloads = payload_ways(pod, config)
+    payloads = payload_ways(pod, config, engine)
     sessions = Sessions(loop, ready.model, lambda: pod.describe().address, payloads.offers)
     ingest = Ingest(loop, room=engine.slab.slots, received=PayloadCount(pod.metrics, "decode", "received").add)
     fetches = FetchCalls(loop)

@@ -18,6 +18,7 @@ import uvloop
 from kvoy.core.errors import EngineError, ModelError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import GREEDY, KvDtype, KvSpec
+from kvoy.core.wire import Place
 from kvoy.engine.channel import AsyncChannel
 from kvoy.engine.messages import (
     Answer,
@@ -30,6 +31,7 @@ from kvoy.engine.messages import (
     RunStep,
     StepDone,
 )
+from kvoy.engine.slab import Slab, nameless_file
 from kvoy.runtime.engine_client import EngineClient, worker_environment
 from tests.engine.running import FAMILIES
 
@@ -229,6 +231,7 @@ PARENT = """
 import asyncio, sys
 from kvoy.core.step import PrefillRow, StepPlan
 from kvoy.engine.messages import EngineSettings, RunStep
+from kvoy.engine.slab import Slab, nameless_file
 from kvoy.runtime.engine_client import EngineClient
 
 async def main():
@@ -285,3 +288,32 @@ def test_it_runs_on_uvloop_too():
 def test_threads_spin_only_on_cores_of_their_own_and_what_somebody_set_stays(environment, shared, waiting):
     told = worker_environment(3, environment, cores_shared=shared)
     assert told == {"OMP_NUM_THREADS": "3", **waiting}
+
+
+async def test_a_worker_reads_memory_that_is_lent_to_it():
+    async with running() as client:
+        assert client.ready.reads_lent
+        spec = client.ready.kv_spec
+        theirs = Slab(nameless_file(), 2, spec.block_bytes)
+        theirs.slot(1)[:] = kv = os.urandom(spec.block_bytes)
+        for number in (1, 2):
+            assert client.lend(theirs.fd) == number
+        orders = [
+            ImportBlocks(1, 0, (5,), 0, spec.layers, place=Place(2, spec.block_bytes)),
+            ExportBlocks(2, 1, (5,), 0, spec.layers, spec.block_tokens),
+        ]
+        assert await ask(client, *orders) == [Imported(1), Exported(2)]
+        assert client.slab.slot(1)[: spec.block_bytes] == kv
+        assert lent_maps(client.pid) == 2 + 1  # and its own
+        client.take_back(1)
+        client.take_back(2)
+        assert await ask(client, ExportBlocks(3, 1, (5,), 0, spec.layers, 0)) == [Exported(3)]
+        assert lent_maps(client.pid) == 1
+        theirs.close()
+    assert client.lend(0) is None
+    client.take_back(1)
+
+
+def lent_maps(pid: int) -> int:
+    """How many slabs a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text(encoding="ascii").count("memfd:kvoy-slab")

@@ -5,9 +5,11 @@ import torch
 
 from kvoy.core.errors import InvariantError
 from kvoy.core.types import KvDtype, KvSpec
+from kvoy.core.wire import Place
 from kvoy.engine import transfers as transfers_module
 from kvoy.engine import uploads as uploads_module
 from kvoy.engine.kv_cache import KvLayout, KvPool
+from kvoy.engine.lent import LentMemory
 from kvoy.engine.messages import ExportBlocks, ImportBlocks
 from kvoy.engine.packing import Packed
 from kvoy.engine.slab import Slab, nameless_file
@@ -164,3 +166,28 @@ def test_orders_that_do_not_fit_change_nothing(races):
             ask(order)
     assert torch.equal(bits(pool), before)
     assert bytes(slab.whole) == slots
+
+
+def test_what_is_lent_is_imported_as_from_a_slot():
+    pools, theirs = [full_pool(), full_pool()], Slab(nameless_file(), 2, 2 * SPEC.block_bytes)
+    pools[1].layer(0).values.zero_()
+    own, lent = Slab(nameless_file(), SLOTS, 2 * SPEC.block_bytes), LentMemory()
+    lent.take(5, theirs.fd)
+    DirectTransfers(pools[0], theirs).export_blocks(export(1, 3, 4, valid_tokens=8))
+    receiver = DirectTransfers(pools[1], own, lent)
+    place = Place(5, 2 * SPEC.block_bytes)
+    receiver.import_blocks(ImportBlocks(1, 0, (7, 8), 0, SPEC.layers, place=place))
+    assert torch.equal(bits(pools[1])[[7, 8]], bits(pools[0])[[3, 4]])
+    assert not any(own.whole)
+    with pytest.raises(InvariantError):
+        receiver.import_blocks(ImportBlocks(1, 0, (7, 8), 0, SPEC.layers, place=Place(5, 3 * SPEC.block_bytes)))
+    with pytest.raises(InvariantError):
+        receiver.import_blocks(ImportBlocks(1, 0, (7, 8), 0, SPEC.layers, place=Place(6, 0)))
+    for slab in (own, theirs):
+        slab.close()
+
+
+def test_a_pool_on_a_device_reads_nothing_that_is_lent(races):
+    transfers, _ = staged(races, full_pool())
+    with pytest.raises(InvariantError):
+        transfers.import_blocks(ImportBlocks(1, 0, (1,), 0, SPEC.layers, place=Place(1, 0)))

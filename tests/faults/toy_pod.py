@@ -55,7 +55,8 @@ class PacedEngine(ToyEngine):
                 await asyncio.sleep(self._step_s(order.plan))
             else:
                 await asyncio.sleep(0)
-            yield self._obey(order)
+            for answer in self._obey(order):
+                yield answer
             self.steps.clear()
 
     def _look_at_clock(self) -> float:

@@ -77,7 +77,11 @@ def _is_of(process: psutil.Process, launcher: int, model: Path) -> bool:
 
 def test_a_worker_alone_that_nobody_told_anything_leaves():
     ran = subprocess.run(
-        [sys.executable, "-m", "kvoy.engine.worker", "0", "1"], capture_output=True, timeout=30, check=False, text=True
+        [sys.executable, "-m", "kvoy.engine.worker", "0", "1", "2"],
+        capture_output=True,
+        timeout=30,
+        check=False,
+        text=True,
     )
     assert ran.returncode == 2
     assert ran.stderr == "an engine worker is started by its service: python -m services.decode --help\n"

@@ -2,14 +2,16 @@
 # ruff: noqa: ARG002 - they answer to protocols, and need not look at all they are given
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from kvoy.core.actions import DropFrame, ImportFrame
 from kvoy.core.errors import PeerError
-from kvoy.core.events import FrameBad
+from kvoy.core.events import FrameBad, Imported
 from kvoy.core.frames import FrameHeader, HandoffKey, Opening
+from kvoy.core.wire import Place
 from kvoy.engine.messages import ImportBlocks
 from kvoy.transport.frame_wire import payload_checksum
 from kvoy.transport.payloads import Carried, Referred
@@ -36,20 +38,37 @@ class Shared:
     def __init__(self) -> None:
         self.memory = bytearray(2 * SPEC.block_bytes)
         self.orders: list[ImportBlocks] = []
+        self.read = ignored
 
     def slot(self, index: int, length: int) -> memoryview:
         return memoryview(self.memory)[index * SPEC.block_bytes :][:length]
 
-    def import_blocks(self, order: ImportBlocks) -> None:
+    def import_blocks(self, order: ImportBlocks, then: Callable[[], None] | None = None) -> None:
         self.orders.append(order)
+        if then is not None:
+            self.read()
+            then()
 
 
 def ignored(*_: object) -> None:
     """What is measured."""
 
 
+class Near:
+    """Memory that the engine reads where it lies."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(SENT)
+
+    def lent(self, offset: int, nbytes: int) -> tuple[Place, memoryview]:
+        return Place(4, offset), memoryview(self.memory)[offset : offset + nbytes]
+
+
 class Gone:
     """The memory of a sender that has died."""
+
+    def lent(self, offset: int, nbytes: int) -> None:
+        """Nobody reads it."""
 
     def holds(self, offset: int, nbytes: int) -> bool:
         return True
@@ -58,9 +77,12 @@ class Gone:
         raise PeerError("the sender is gone")
 
 
-async def imported(payload: object) -> tuple[Shared, Inbox, list[tuple[str, int]]]:
+async def imported(
+    payload: object, read: Callable[[], None] = lambda: None
+) -> tuple[Shared, Inbox, list[tuple[str, int]]]:
     """What comes of one frame with this payload, into slot 1, and what is counted of it."""
     inbox, shared = Inbox(), Shared()
+    shared.read = read
     received: list[tuple[str, int]] = []
     ingest = Ingest(inbox, 2, lambda *frame: received.append(frame))
     async with asyncio.TaskGroup() as tasks:
@@ -85,6 +107,27 @@ async def test_what_is_not_what_was_sent_never_reaches_the_engine(payload: objec
     assert not shared.orders
     assert not received
     assert inbox.events[-1] == FrameBad(7, is_lost)
+
+
+async def test_what_the_engine_reads_where_it_lies_is_not_copied() -> None:
+    near = Near()
+    shared, inbox, received = await imported(Referred(near, 0, SPEC.block_bytes, payload_checksum(SENT)))
+    assert shared.orders == [ImportBlocks(7, 1, (3,), 0, SPEC.layers, place=Place(4, 0))]
+    assert not any(shared.memory)
+    assert inbox.events[-1] == Imported(7)
+    assert received == [("grpc", SPEC.block_bytes)]
+
+
+async def test_it_is_verified_as_it_is_once_the_engine_has_read_it() -> None:
+    near = Near()
+
+    def overwrite() -> None:
+        near.memory[5] ^= 1
+
+    payload = Referred(near, 0, SPEC.block_bytes, payload_checksum(SENT))
+    _, inbox, received = await imported(payload, overwrite)
+    assert inbox.events[-1] == FrameBad(7)
+    assert not received
 
 
 async def test_what_the_brain_does_not_want_is_forgotten() -> None:

@@ -7,13 +7,15 @@ read through the row's block table, so that one wrong, missing or misplaced byte
 
 import asyncio
 import hashlib
+import itertools
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from kvoy.core.errors import EngineError
 from kvoy.core.step import DecodeRow, PrefillRow, Sampled, StepPlan, StepResult
 from kvoy.core.types import KvDtype, KvSpec, ModelInfo, SamplingParams, TokenLogprob
 from kvoy.engine import messages
+from kvoy.engine.lent import LentMemory
 from kvoy.engine.slab import Slab, nameless_file
 
 VOCAB_TOKENS = 1000
@@ -44,7 +46,7 @@ class ToyEngine:
     ``hold_before_step`` stops it by itself, when so many steps have been run."""
 
     def __init__(self, *, pool_blocks: int = 64, slots: int = 6, slot_blocks: int = 2, spec: KvSpec = SPEC) -> None:
-        self.ready = messages.Ready(MODEL, spec, pool_blocks, eos_token_ids=(), load_s=0.0)
+        self.ready = messages.Ready(MODEL, spec, pool_blocks, eos_token_ids=(), load_s=0.0, reads_lent=True)
         self.slab = Slab(nameless_file(), slots, slot_blocks * spec.block_bytes)
         self.steps: list[StepPlan] = []
         self.going = asyncio.Event()
@@ -54,10 +56,19 @@ class ToyEngine:
         self._spec = spec
         self._pool = bytearray(b"\xee" * (pool_blocks * spec.block_bytes))
         self._orders: asyncio.Queue[messages.Order | EngineError] = asyncio.Queue()
+        self._lent, self._numbers = LentMemory(), itertools.count(1)
         self._now = 1000.0
 
     def send(self, order: messages.Order) -> None:
         self._orders.put_nowait(order)
+
+    def lend(self, fd: int) -> int | None:
+        number = next(self._numbers)
+        self._lent.take(number, fd)
+        return number
+
+    def take_back(self, number: int) -> None:
+        self.send(messages.ForgetLent(number))
 
     def die(self, message: str) -> None:
         self._orders.put_nowait(EngineError(message))
@@ -73,24 +84,28 @@ class ToyEngine:
             if isinstance(order, messages.RunStep) and len(self.steps) == self.hold_before_step:
                 self.hold()
             await self.going.wait()
-            yield self._obey(order)
+            for answer in self._obey(order):
+                yield answer
 
     async def stop(self) -> None:
         self.stopped = True
 
-    def _obey(self, order: messages.Order | EngineError) -> messages.Answer:
+    def _obey(self, order: messages.Order | EngineError) -> Iterator[messages.Answer]:
         match order:
             case messages.RunStep(plan):
-                return messages.StepDone(self._run(plan))
+                yield messages.StepDone(self._run(plan))
             case messages.ExportBlocks():
                 self._export(order)
-                return messages.Exported(order.transfer_id)
+                yield messages.Exported(order.transfer_id)
             case messages.ImportBlocks():
                 self._import(order)
-                return messages.Imported(order.transfer_id)
+                yield messages.Imported(order.transfer_id)
+            case messages.ForgetLent(number):
+                self._lent.forget(number)
             case EngineError():
                 raise order
-        raise AssertionError(order)
+            case _:
+                raise AssertionError(order)
 
     def _run(self, plan: StepPlan) -> StepResult:
         self.steps.append(plan)
@@ -160,7 +175,10 @@ class ToyEngine:
                     at += row_bytes
 
     def _import(self, order: messages.ImportBlocks) -> None:
-        run_bytes, slot, at = order.layers * self._spec.layer_bytes, self.slab.slot(order.slot), 0
+        run_bytes, at = order.layers * self._spec.layer_bytes, 0
+        slot = self.slab.slot(order.slot)
+        if order.place is not None:
+            slot = self._lent.read(order.place.number, order.place.offset, run_bytes * len(order.blocks))
         for block in order.blocks:
             offset = self._offset(block, order.first_layer, 0, 0)
             self._pool[offset : offset + run_bytes] = slot[at : at + run_bytes]

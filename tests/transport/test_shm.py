@@ -14,6 +14,8 @@ import pytest
 from kvoy.core.errors import PeerError
 from kvoy.core.frames import Opening
 from kvoy.core.types import TransportOffer
+from kvoy.core.wire import Place
+from kvoy.engine.lent import LentMemory
 from kvoy.engine.slab import Slab, nameless_file
 from kvoy.transport import shm
 from kvoy.transport.frame_wire import payload_checksum
@@ -233,3 +235,48 @@ async def test_what_killed_pods_have_left_is_removed_by_the_next_one_and_nothing
 
 def holds(pid: int, directory: Path) -> bool:
     return directory in {fd.readlink() for fd in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+class Engine:
+    """Reads what it is lent."""
+
+    def __init__(self) -> None:
+        self.lent = LentMemory()
+        self.taken_back: list[int] = []
+
+    def lend(self, fd: int) -> int:
+        self.lent.take(7, fd)
+        return 7
+
+    def take_back(self, number: int) -> None:
+        self.lent.forget(number)
+        self.taken_back.append(number)
+
+
+async def test_an_engine_is_lent_a_slab_as_long_as_somebody_needs_it(slab):
+    engine = Engine()
+    before = mappings()
+    async with shm_sources(engine) as sources:
+        link = ShmLink(slab.fd)
+        source = source_of(sources, await link.introduce(sources.offer))
+        slab.slot(1)[:] = os.urandom(NBYTES)
+        payload = Referred(source, NBYTES, NBYTES, payload_checksum(slab.slot(1)))
+        lying = payload.in_place()
+        assert lying.place == Place(7, NBYTES)
+        assert engine.lent.read(7, NBYTES, NBYTES) == slab.slot(1)
+        assert lying.is_right()
+        slab.slot(1)[3] ^= 1
+        assert not lying.is_right()
+        await link.close()
+        await until(lambda: not sources._slabs)
+        assert not engine.taken_back
+        del source, payload, lying
+        assert engine.taken_back == [7]
+    assert mappings() == before
+
+
+async def test_an_engine_that_reads_nothing_has_it_fetched(sources, slab):
+    link = ShmLink(slab.fd)
+    source = source_of(sources, await link.introduce(sources.offer))
+    assert Referred(source, 0, NBYTES, 1).in_place() is None
+    await link.close()

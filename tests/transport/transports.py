@@ -23,7 +23,7 @@ from kvoy.transport.kv_stream import GrpcHandoffConnector, ingest_service
 from kvoy.transport.links import Link, Links
 from kvoy.transport.memory import MemoryHandoffConnector
 from kvoy.transport.nixl import NixlLink, NixlSources
-from kvoy.transport.shm import ShmLink, ShmSources
+from kvoy.transport.shm import Reader, ShmLink, ShmSources
 from kvoy.transport.streams import race
 from kvoy.transport.tcp import TcpLink, TcpSources
 from tests.transport.handlers import Ingest
@@ -123,9 +123,11 @@ async def transport(name: str, serve: Callable, channels) -> AsyncIterator[tuple
 
 
 @asynccontextmanager
-async def serving(name: str, silence_s: float = 5.0) -> AsyncIterator[tuple[Any, TransportOffer]]:
-    """The decode pod's end of a transport by reference, and what it offers."""
-    sources = WAYS[name].sources(silence_s)
+async def serving(
+    name: str, silence_s: float = 5.0, *, sources: Any = None
+) -> AsyncIterator[tuple[Any, TransportOffer]]:
+    """The decode pod's end of a transport by reference (made here, if it is not given), and what it offers."""
+    sources = sources or WAYS[name].sources(silence_s)
     server = server_of(sources)
     task = asyncio.create_task(race(server.serve()))
     await asyncio.sleep(0.001)  # it has begun
@@ -143,9 +145,9 @@ def server_of(sources: Any) -> Any:
 
 
 @asynccontextmanager
-async def shm_sources() -> AsyncIterator[ShmSources]:
+async def shm_sources(engine: Reader | None = None) -> AsyncIterator[ShmSources]:
     """Serving."""
-    async with serving("shm") as (sources, _):
+    async with serving("shm", sources=ShmSources(engine)) as (sources, _):
         yield sources
 
 

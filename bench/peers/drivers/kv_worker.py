@@ -1,7 +1,7 @@
 """The KV part of an engine worker: a pool and its slab as they are in production, and steps that compute nothing.
 
 What is measured is the handoff alone, so a prompt is there as soon as a step for it is ordered. Started by
-run_kvoy_pod, with the descriptors of channel and slab as its arguments.
+run_kvoy_pod, with the descriptors of channel, slab and lent memory as its arguments.
 """
 
 import socket
@@ -16,8 +16,19 @@ from kvoy.core.types import KvDtype, KvSpec
 from kvoy.core.wire import WireRun
 from kvoy.engine.channel import BlockingChannel
 from kvoy.engine.kv_cache import KvLayout, KvPool
+from kvoy.engine.lent import LentMemory
 from kvoy.engine.memory import keep_freed_memory
-from kvoy.engine.messages import Answer, ExportBlocks, Exported, ImportBlocks, Imported, RunStep, StepDone
+from kvoy.engine.messages import (
+    Answer,
+    ExportBlocks,
+    Exported,
+    ForgetLent,
+    ImportBlocks,
+    Imported,
+    MapLent,
+    RunStep,
+    StepDone,
+)
 from kvoy.engine.slab import Slab
 from kvoy.engine.transfers import DirectTransfers
 
@@ -37,16 +48,17 @@ class WorkerSettings:
 class KvWorker:
     """Owns pool and slab."""
 
-    def __init__(self, settings: WorkerSettings, slab_fd: int) -> None:
+    def __init__(self, settings: WorkerSettings, slab_fd: int, lent: LentMemory) -> None:
         self._slab = Slab(slab_fd, settings.slots, settings.slot_bytes)
         self._blocks_per_slot = settings.slot_bytes // settings.spec.block_bytes
         _fill(self._slab.whole)
         self._pool = KvPool(KvLayout(settings.spec, settings.pool_blocks))
-        self._transfers = DirectTransfers(self._pool, self._slab)
+        self._lent = lent
+        self._transfers = DirectTransfers(self._pool, self._slab, lent)
         self._fill_pool(settings.pool_blocks)
         self._warm_up(settings.spec)
 
-    def obey(self, order: object) -> Answer:
+    def obey(self, order: object) -> Answer | None:
         match order:
             case RunStep(plan):
                 return StepDone(_at_once(plan))
@@ -56,6 +68,12 @@ class KvWorker:
             case ImportBlocks():
                 self._transfers.import_blocks(order)
                 return Imported(order.transfer_id)
+            case MapLent(number):
+                self._lent.map(number)
+                return None
+            case ForgetLent(number):
+                self._lent.forget(number)
+                return None
         raise SystemExit(f"no such order: {order}")
 
     def _fill_pool(self, blocks: int) -> None:
@@ -88,12 +106,13 @@ def main() -> None:
     """Obeys until the other end of the channel is closed."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    socket_fd, slab_fd = map(int, sys.argv[1:])
+    socket_fd, slab_fd, lent_fd = map(int, sys.argv[1:])
     channel = BlockingChannel(socket.socket(fileno=socket_fd))
     (settings,) = channel.receive()
     assert isinstance(settings, WorkerSettings)
-    worker = KvWorker(settings, slab_fd)
+    worker = KvWorker(settings, slab_fd, LentMemory(socket.socket(fileno=lent_fd)))
     channel.send("ready")
     while orders := channel.receive():
         for order in orders:
-            channel.send(worker.obey(order))
+            if (answer := worker.obey(order)) is not None:
+                channel.send(answer)

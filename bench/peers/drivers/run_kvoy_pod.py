@@ -4,10 +4,8 @@ for its directory and its bus, which are the in-memory ones.
 It ends with its standard input; the one line that it says is {"ready": its address}.
 """
 
-import asyncio
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,12 +17,11 @@ from bench.peers.drivers.kv_worker import WorkerSettings
 from bench.peers.drivers.transfer import MODEL_FINGERPRINT, VOCAB_TOKENS, PodSetup
 from kvoy.core.types import ModelInfo, Pod, Role
 from kvoy.engine.cache import default_cache_dir
-from kvoy.engine.channel import AsyncChannel
 from kvoy.engine.memory import keep_freed_memory
 from kvoy.engine.messages import Ready
 from kvoy.engine.slab import Slab, nameless_file, slot_bytes
 from kvoy.runtime.config import load
-from kvoy.runtime.engine_client import EngineClient, worker_environment
+from kvoy.runtime.engine_client import EngineClient, spawn, worker_environment
 from kvoy.runtime.engine_pod import KEPT_BYTES
 from kvoy.runtime.pod import Around, PodRuntime, Service
 from kvoy.runtime.stopping import StopSignal, stop_with_parent
@@ -69,25 +66,16 @@ async def _engine(setup: PodSetup, slots: int) -> EngineClient:
     size = slot_bytes(0, SPEC)
     blocks = (setup.requests + 1) * SPEC.blocks_for(setup.prompt_tokens + 1)  # a pod leaves some free to grow
     slab_fd = nameless_file()
-    ours, theirs = socket.socketpair()
-    with theirs:
-        channel = await AsyncChannel.open(ours)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            "from bench.peers.drivers.kv_worker import main; main()",  # -m would make another class of its settings
-            str(theirs.fileno()),
-            str(slab_fd),
-            stdout=sys.stderr,
-            env=os.environ | worker_environment(1, os.environ, cores_shared=True) | _compiled(),
-            pass_fds=(theirs.fileno(), slab_fd),
-        )
-    channel.send(WorkerSettings(SPEC, blocks, slots, size))
-    if not await channel.receive():
+    # -m would make another class of its settings
+    command = (sys.executable, "-c", "from bench.peers.drivers.kv_worker import main; main()")
+    told = worker_environment(1, os.environ, cores_shared=True) | _compiled()
+    worker = await spawn(command, slab_fd, os.environ | told)
+    worker.channel.send(WorkerSettings(SPEC, blocks, slots, size))
+    if not await worker.channel.receive():
         raise SystemExit("the KV worker did not start")
     model = ModelInfo("kv", MODEL_FINGERPRINT, setup.prompt_tokens + 1, VOCAB_TOKENS)
-    ready = Ready(model, SPEC, blocks, eos_token_ids=(), load_s=0.0)
-    return EngineClient(process, channel, ready, Slab(slab_fd, slots, size))
+    ready = Ready(model, SPEC, blocks, eos_token_ids=(), load_s=0.0, reads_lent=True)
+    return EngineClient(worker, ready, Slab(slab_fd, slots, size))
 
 
 def _compiled() -> dict[str, str]:
