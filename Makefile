@@ -17,6 +17,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c co
 # (200 MB); without it pip may choose the CUDA build (several GB), which runs as well.
 TORCH_INDEX ?=
 
+# Of test: what computes goes beside what starts pods and servers.
+LANES ?= 2
+
 # Random episodes of each round of test-faults.
 EPISODES ?= 500
 
@@ -28,8 +31,8 @@ help: ## List these commands
 demo: venv ## Start a whole cluster, ask it a question, show what it did
 	@$(BIN)/kvoy demo
 
-test: venv ## Run every test
-	@$(BIN)/python -m pytest $(ARGS)
+test: venv ## Run every test, in two lanes (LANES=0: one after the other, where you can debug)
+	@$(BIN)/python -m pytest -n $(LANES) --dist loadgroup $(ARGS)
 
 test-faults: venv ## Kill, cut, slow down and damage: real pods, the real model, 500 random episodes, three times in a row
 	@for round in 1 2 3; do \
