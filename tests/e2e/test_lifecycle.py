@@ -43,13 +43,23 @@ def ports(pids: list[int]) -> set[int]:
     return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN and one.pid in pids}
 
 
+def wait_until_closed(port: int) -> None:
+    """Somebody else on this machine may have been given the port since, for a moment."""
+    end = time.monotonic() + 10
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return
+        assert time.monotonic() < end, f"somebody still listens at port {port}"
+        time.sleep(0.1)
+
+
 def check_nothing_left(pids: list[int], listening: set[int], shared_before: set[str], world: Path) -> None:
     for pid in pids:
         wait_until_gone(pid)
     assert shared_memory() <= shared_before
     for port in listening:
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0
+        wait_until_closed(port)
     assert list((world / "run").rglob("*.json")) == []
 
 
