@@ -32,6 +32,16 @@ class Stream:
         return self.receiver.is_open and not self.receiver.unclaimed and self.wants_frames
 
     @property
+    def may_wait(self) -> bool:
+        """The sender need not hear now what it does not know yet: half of the credits of the last word are still there
+        for it, and an import is under way, so that there will be more to say."""
+        if self.told is None or self.receiver.commit is not None or not self.request.open_imports:
+            return False
+        through, granted = self.told
+        left = self.receiver.unclaimed_of(granted)
+        return left > 1 and 2 * left >= granted - through - 1
+
+    @property
     def wants_frames(self) -> bool:
         return self.receiver.commit is None and self.receiver.missing_layers > 0
 
@@ -119,11 +129,13 @@ class Credits:
             stream.receiver.grant(extra)
 
     def speak(self, out: list[DecodeAction]) -> None:
-        """Credits to those without, as far as slots are spare, and to every sender what it does not know yet."""
+        """Credits to those without, as far as slots are spare, and to every sender what it does not know yet, unless
+        that may wait: a word for several frames costs no more than one for each."""
         self._quench()
         for stream in self._unheard.values():
-            self._tell(stream, out)
-        self._unheard = {}
+            if not stream.may_wait:
+                self._tell(stream, out)
+        self._unheard = {key: stream for key, stream in self._unheard.items() if stream.may_wait}
 
     def _quench(self) -> None:
         while self._thirsty and self.spare_slots > 0:

@@ -71,7 +71,11 @@ class Receiver:
     @property
     def unclaimed(self) -> int:
         """Credits given for which no frame has been taken."""
-        return sum(seq not in self._taken for seq in range(self._through + 1, self.granted))
+        return self.unclaimed_of(self.granted)
+
+    def unclaimed_of(self, granted: int) -> int:
+        """The same, if only the first ``granted`` are counted."""
+        return sum(seq not in self._taken for seq in range(self._through + 1, granted))
 
     @property
     def missing_layers(self) -> int:

@@ -228,6 +228,23 @@ def test_a_lone_handoff_gets_half_of_the_slots():
     assert said(pod) == [Ack(0, 4)]
 
 
+def test_acknowledgements_wait_for_more_while_there_is_credit_and_more_to_come():
+    pod = DecodePod(slots=16, slot_blocks=1)
+    pod.reserve(prompt=40)
+    pod.open()
+    assert said(pod) == [Welcome(8, 0)]
+    first, second, third = (pod.frame(seq, seq, 1)[0].transfer_id for seq in range(3))
+    pod.tell(Imported(first), Imported(second))
+    assert said(pod) == [], "5 of 8 credits are left, and an import is under way"
+    pod.tell(Imported(third))
+    assert said(pod) == [Ack(2, 7)], "none is"
+    fourth, *_ = (pod.frame(seq, seq, 1)[0].transfer_id for seq in range(3, 8))
+    pod.tell(Imported(fourth))
+    assert said(pod) == [Ack(3, 6)], "of 7 credits 2 are left"
+    pod.frame(9, 9, 1)
+    assert said(pod) == [Nack(8)], "what is missing is asked for at once"
+
+
 def test_credits_of_a_handoff_that_ends_go_to_those_who_wait():
     pod = DecodePod(blocks=40, slots=1, slot_blocks=1)
     pod.reserve("a", 9)

@@ -35,7 +35,7 @@ class Pair(RuleBasedStateMachine):
     @initialize(
         prefill_blocks=st.integers(7, 20),
         decode_blocks=st.integers(12, 24),
-        slots=st.integers(1, 5),
+        slots=st.sampled_from((1, 2, 3, 4, 5, 12)),
         slot_bytes=st.sampled_from(SLOT_BYTES),
         decode_slot_bytes=st.sampled_from(SLOT_BYTES),
         use_store=st.booleans(),
@@ -192,7 +192,7 @@ def drawn_world(draw, **more):
         prefill_blocks=pool_blocks(draw.choice((8, 16)), spec),
         decode_blocks=pool_blocks(draw.choice((10, 16)), decode_spec),
         prefill=PrefillParams(chunk_tokens=8, wire=draw.choice(list(WirePolicy)), max_resends=20),
-        slots=draw.choice((1, 2, 4)),
+        slots=draw.choice((1, 2, 4, 12)),
         slot_bytes=draw.choice(SLOT_BYTES),
         decode_slot_bytes=draw.choice(SLOT_BYTES),
         use_store=draw.random() < 0.5,

@@ -188,6 +188,10 @@ class _Incoming:
 
     stream: IngestStream
     acknowledged: int = 0
+    """So many the sender knows of."""
+    in_place: int = 0
+    """So many are here, without a gap."""
+    under_way: int = 0
     arrived: set[int] = field(default_factory=set)
     frames: int | None = None
     """Of the whole handoff, once its commit is there."""
@@ -210,6 +214,7 @@ class Receiver:
     async def frame(self, stream: IngestStream, header: FrameHeader, payload: Payload, intact: bool) -> None:
         if not intact:
             raise PeerError("a frame was damaged", "bad_frame")
+        self._handoffs[stream.stream].under_way += 1
         task = asyncio.create_task(self._take(self._handoffs[stream.stream], header, payload))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -236,16 +241,24 @@ class Receiver:
         else:
             await self._store.take(frame)
         handoff.arrived.add(header.seq)
-        before = handoff.acknowledged
-        while handoff.acknowledged in handoff.arrived:
-            handoff.arrived.discard(handoff.acknowledged)
-            handoff.acknowledged += 1
-        if handoff.acknowledged > before:
-            handoff.stream.send(Ack(handoff.acknowledged - 1, self._credits))
+        handoff.under_way -= 1
+        while handoff.in_place in handoff.arrived:
+            handoff.arrived.discard(handoff.in_place)
+            handoff.in_place += 1
+        self._acknowledge(handoff)
         self._end(handoff)
 
+    def _acknowledge(self, handoff: _Incoming) -> None:
+        """One word for several frames, by the rule of kvoy.core.credits."""
+        known = handoff.in_place - handoff.acknowledged
+        left = self._credits - known - len(handoff.arrived) - handoff.under_way
+        may_wait = handoff.under_way and left > 1 and 2 * left >= self._credits
+        if known and not may_wait:
+            handoff.acknowledged = handoff.in_place
+            handoff.stream.send(Ack(handoff.acknowledged - 1, self._credits))
+
     def _end(self, handoff: _Incoming) -> None:
-        if handoff.acknowledged == handoff.frames:
+        if handoff.in_place == handoff.frames:
             handoff.stream.send(Committed())
 
 
