@@ -143,8 +143,8 @@ def _notes(plan: Plan, samples: Sequence[Sample]) -> list[str]:
 
 
 def _copies() -> str:
-    told = "; ".join(f"{name}: {sender} + {receiver}" for name, (sender, receiver) in COPIES.items())
-    return f"Copies of a byte from memory to memory, sender + receiver, the kernel's included: {told}. Pools add 1 + 1."
+    told = ", ".join(f"{name} {sender} + {receiver}" for name, (sender, receiver) in COPIES.items())
+    return f"Copies of a byte from memory to memory, sender + receiver, the kernel's included: {told}; pools add 1 + 1."
 
 
 def _sample_json(sample: Sample, load: Load) -> dict[str, object]:

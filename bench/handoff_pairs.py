@@ -96,8 +96,7 @@ def _setup(way: Way, load: Load, cores: tuple[int, ...]) -> TransferSetup:
     """Of the passive end."""
     if way.program is not Program.KVOY:
         return TransferSetup(load.kv_bytes, FRAME_BYTES, 1, cores)
-    is_int8 = way.wire is WirePolicy.INT8
-    return KvoySetup(load.kv_bytes, FRAME_BYTES, 1, cores, way.transport, way.streams, is_int8, way.is_copied)
+    return KvoySetup(load.kv_bytes, FRAME_BYTES, 1, cores, way.transport, way.streams, way.wire is WirePolicy.INT8)
 
 
 def _interpreter(program: Program, console: Console) -> tuple[Path, dict[str, str]]:

@@ -10,7 +10,7 @@ from statistics import median
 
 from bench.report import Target
 from kvoy.core.types import KvDtype, KvSpec
-from kvoy.core.wire import SHM, WirePolicy
+from kvoy.core.wire import WirePolicy
 from kvoy.engine.slab import slot_bytes
 
 SPEC = KvSpec(layers=30, kv_heads=3, head_dim=64, block_tokens=16, dtype=KvDtype.BF16)
@@ -40,8 +40,6 @@ class Way:
     transport: str = ""
     wire: WirePolicy = WirePolicy.RAW
     streams: int = 1
-    is_copied: bool = False
-    """By shm: although an engine could read it where it lies."""
 
     @property
     def block_bytes(self) -> int:
@@ -81,8 +79,6 @@ class Transport:
         quantised = replace(way, name=f"{self.name}, int8 on the wire", wire=WirePolicy.INT8)
         if self.int8 is not None:
             yield Promise(quantised, first, self.int8)
-        if self.name == SHM:
-            yield Promise(replace(way, name=f"{self.name}, copied", is_copied=True), first)
         for streams in self.more_streams:
             yield Promise(replace(way, name=f"{self.name}, {streams} streams", streams=streams), first)
         for whole in (way, quantised)[: 1 if self.int8 is None else 2]:
@@ -148,8 +144,7 @@ class Sample:
 COPIES: Mapping[str, tuple[int, int]] = {
     "tcp": (1, 1),
     "grpc": (3, 4),
-    "shm": (0, 0),
-    "shm, copied": (0, 1),
+    "shm": (0, 1),
     "nixl": (0, 2),
     "raw TCP": (1, 1),
 }

@@ -196,8 +196,7 @@ class SayOutputs:
 @dataclass(frozen=True, slots=True)
 class ImportFrame:
     """Take the payload of this frame (kept, or known where it is, since FrameArrived on that stream) into the slot,
-    verify it there, then engine: into the blocks. Or, where the engine can read the sender's memory: into the blocks,
-    then verify it where it lies. Answered by Imported or FrameBad, after which the slot is free."""
+    verify it there, then engine: into the blocks. Answered by Imported or FrameBad, after which the slot is free."""
 
     transfer_id: int
     header: FrameHeader

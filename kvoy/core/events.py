@@ -172,8 +172,7 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class FrameBad:
-    """Answers ImportFrame: what came is not what was sent. If anything of it is in the pool, it counts as nothing: it
-    is written over."""
+    """Answers ImportFrame: what came into the slot is not what was sent. Nothing of it is in the pool."""
 
     transfer_id: int
     is_lost: bool = False

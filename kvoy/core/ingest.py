@@ -132,8 +132,8 @@ class Ingest:
         return request
 
     def bad(self, event: FrameBad, out: list[DecodeAction]) -> DecodeRequest:
-        """What came is not what was sent, or nothing came: nothing of it counts as received, the slot is free, and the
-        frame is wanted again. Returns the request, which may be over."""
+        """What came into the slot is not what was sent, or nothing came: nothing of it is in the pool, the slot is
+        free, and the frame is wanted again. Returns the request, which may be over."""
         item = self._end_import(event.transfer_id)
         self._tally.add("frames_dropped_lost" if event.is_lost else "frames_dropped_corrupt")
         is_asked_for = item.receiver.untake(item.header)

@@ -15,7 +15,7 @@ from kernels.cpu import compiles
 from kvoy.core.errors import ConfigError, EngineError, ModelError
 from kvoy.core.step import DecodeRow, PrefillRow, StepPlan
 from kvoy.core.types import GREEDY, KvDtype, KvSpec, ModelInfo
-from kvoy.core.wire import WireRun
+from kvoy.core.wire import Place, WireRun
 from kvoy.engine.device import Device, Mark, choose
 from kvoy.engine.graphs import Buckets
 from kvoy.engine.kv_cache import KvLayout, KvPool, blocks_in
@@ -28,6 +28,7 @@ from kvoy.engine.messages import (
     ImportBlocks,
     Imported,
     MapLent,
+    Mapped,
     Ready,
     RunStep,
     StepDone,
@@ -44,6 +45,7 @@ from kvoy.engine.transfers import DirectTransfers, StagedTransfers, Transfers
 from kvoy.engine.uploads import Uploads
 from kvoy.engine.weights import load_weights
 
+_Answered = StepDone | Exported | Imported | Mapped
 _WARM_UP_TOKENS = 64
 _ROOM_BYTES = 1 << 30
 """What a GPU keeps free of the pool: for what a step computes with, and for captured steps."""
@@ -84,7 +86,7 @@ class Engine:
         self._slab = Slab(slab_fd, settings.slots, slot)
         self._lent = lent or LentMemory()
         self._transfers = _transfers(self._pool, self._slab, device, uploads, progress, lent=self._lent)
-        self._pending: deque[tuple[Mark, Exported | Imported]] = deque()
+        self._pending: deque[tuple[Mark, Exported | Imported | Mapped]] = deque()
         if device.place.type == "cpu" and not compiles():
             progress("computing with torch alone; with the extra kvoy[cpu] decode is up to half faster")
         self._warm_up_transfers()
@@ -101,14 +103,12 @@ class Engine:
             self._capture(Buckets.up_to(min(settings.graph_rows, layout.blocks), context_tokens), progress)
         self.ready = _ready(files, spec, layout, context_tokens, time.monotonic() - started_at, reads_lent=is_on_cpu)
 
-    def obey(self, order: RunStep | ExportBlocks | ImportBlocks) -> StepDone | Exported | Imported:
+    def obey(self, order: RunStep | ExportBlocks | ImportBlocks) -> _Answered:
         """``begin``, and wait for it: the answer to this order. Nothing must be pending."""
         (answer,) = [*self.begin(order), *self.settle()]
         return answer
 
-    def begin(
-        self, order: RunStep | ExportBlocks | ImportBlocks | MapLent | ForgetLent
-    ) -> list[StepDone | Exported | Imported]:
+    def begin(self, order: RunStep | ExportBlocks | ImportBlocks | MapLent | ForgetLent) -> list[_Answered]:
         """Answers that are due, each order's own, if it has one, in the end, in the order of the orders: a GPU copies
         blocks beside the steps that follow. InvariantError for an order that does not fit, before it has changed
         anything."""
@@ -118,22 +118,24 @@ class Engine:
                 return [*self.settle(), StepDone(step.finish())]
             case ExportBlocks():
                 self._pending.append((self._transfers.export_blocks(order), Exported(order.transfer_id)))
+            case ImportBlocks(place=Place()):
+                self._pending.append((Mark(), Imported(order.transfer_id, self._transfers.import_lent(order))))
             case ImportBlocks():
                 self._pending.append((self._transfers.import_blocks(order), Imported(order.transfer_id)))
-            case MapLent(number):
-                self._lent.map(number)
+            case MapLent(number, nbytes):
+                self._pending.append((Mark(), Mapped(number, self._lent.map(number, nbytes))))
             case ForgetLent(number):
                 self._lent.forget(number)
             case _:
                 assert_never(order)
-        due: list[StepDone | Exported | Imported] = []
+        due: list[_Answered] = []
         while self._pending and self._pending[0][0].is_past:
             due.append(self._pending.popleft()[1])
         return due
 
-    def settle(self) -> list[StepDone | Exported | Imported]:
+    def settle(self) -> list[_Answered]:
         """Wait for what ``begin`` left open: its answers."""
-        answers: list[StepDone | Exported | Imported] = []
+        answers: list[_Answered] = []
         while self._pending:
             mark, answer = self._pending.popleft()
             mark.wait()

@@ -5,7 +5,6 @@ also the wire's (KvSpec): change the two together.
 """
 
 import mmap
-import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,9 +79,9 @@ class KvPool:
         self.pack(order, torch.tensor(order.blocks), torch.frombuffer(slot, dtype=torch.uint8))
 
     def import_blocks(self, order: ImportBlocks, slot: memoryview) -> None:
-        """A slot, or as many bytes that may only be read, into blocks of a pool on the CPU, at once."""
+        """A slot, or as many other bytes, into blocks of a pool on the CPU, at once."""
         self.check(order, len(slot))
-        self.unpack(order, torch.tensor(order.blocks), _as_bytes(slot))
+        self.unpack(order, torch.tensor(order.blocks), torch.frombuffer(slot, dtype=torch.uint8))
 
     def check(self, order: ExportBlocks | ImportBlocks, slot_bytes: int) -> None:
         """InvariantError when an order does not fit the pool or a slot. ``pack`` and ``unpack`` take it as checked."""
@@ -127,13 +126,6 @@ class KvPool:
     def _wire(self, order: ExportBlocks | ImportBlocks, memory: Tensor) -> KvWire:
         tiles = memory[: self.wire_bytes(order)].view(_wire_blocks(order), order.layers, self.layout.spec.kv_heads, -1)
         return KvWire(tiles, KV_FORMATS[wire_of(order, self.layout.spec).dtype])
-
-
-def _as_bytes(memory: memoryview) -> Tensor:
-    """Nobody writes it, though torch has no tensors that say so and warns of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def wire_of(order: ExportBlocks | ImportBlocks, pool: KvSpec) -> KvSpec:

@@ -1,15 +1,21 @@
-"""Memory of other processes that an engine worker reads where it lies: the service registers it, imports name it.
+"""Memory of other processes that an engine worker reads: the service registers it, imports name it.
 
 A descriptor goes over a socket of its own, of packets, before the order that speaks of it: the channel carries bytes
 only. Neither end trusts the owner of the memory: it is mapped to be read, every range is checked, and whoever
-registers it has made sure that it keeps its size. Torch-free.
+registers it has made sure that it keeps its size. What cannot be mapped is not read, and nothing else follows.
+Torch-free.
 """
 
 import mmap
 import os
 import socket
 
-from kvoy.core.errors import EngineError, InvariantError
+import xxhash
+
+from kvoy.core.errors import InvariantError
+
+_PIECE_BYTES = 256 * 1024
+"""Copied and hashed at once: a part of a core's cache."""
 
 
 class Lending:
@@ -42,36 +48,42 @@ class LentMemory:
         """Takes the socket over; None: nobody lends anything."""
         self._socket = sock
         self._views: dict[int, memoryview] = {}
+        self._scratch = bytearray()
 
-    def map(self, number: int) -> None:
-        """What the service has registered under this number. EngineError when it cannot be mapped."""
+    def map(self, number: int, nbytes: int) -> bool:
+        """What the service has registered under this number; False: it cannot be read."""
         if self._socket is None:
             raise InvariantError(f"memory {number} was not passed")
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
-        if not fds:
-            raise EngineError("a prefill pod's memory was not passed on")
         try:
-            for fd in fds:
-                self.take(number, fd)
+            return bool(fds) and self.take(number, nbytes, fds[0])
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def take(self, number: int, fd: int) -> None:
-        """The memory behind ``fd``, which stays the caller's, under this number. EngineError when it cannot be."""
+    def take(self, number: int, nbytes: int, fd: int) -> bool:
+        """The memory behind ``fd``, which stays the caller's, under this number; False: it cannot be read."""
         try:
-            self._views[number] = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ))
-        except (OSError, ValueError) as error:
-            raise EngineError(f"a prefill pod's memory cannot be mapped: {error}") from error
+            self._views[number] = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        except (OSError, ValueError, OverflowError):
+            return False
+        return True
 
     def forget(self, number: int) -> None:
-        """Nothing reads it any more."""
-        if self._views.pop(number, None) is None:
-            raise InvariantError(f"memory {number} is not known")
+        """Nothing reads it any more, if it could be read."""
+        self._views.pop(number, None)
 
-    def read(self, number: int, offset: int, nbytes: int) -> memoryview:
-        """Read-only. InvariantError when these bytes are not within it."""
+    def copy(self, number: int, offset: int, nbytes: int) -> tuple[memoryview, int]:
+        """A copy of these bytes, until the next one is made, and its checksum (xxh3-64): whatever their owner does
+        meanwhile, it is of what is in the copy. InvariantError when they are not within the memory."""
         view = self._views.get(number)
         if view is None or not 0 <= offset <= offset + nbytes <= view.nbytes:
             raise InvariantError(f"bytes {offset} to {offset + nbytes} of memory {number} are not known")
-        return view[offset : offset + nbytes]
+        if len(self._scratch) < nbytes:
+            self._scratch = bytearray(nbytes)
+        source, into, digest = view[offset : offset + nbytes], memoryview(self._scratch)[:nbytes], xxhash.xxh3_64()
+        for start in range(0, nbytes, _PIECE_BYTES):
+            piece = into[start : start + _PIECE_BYTES]
+            piece[:] = source[start : start + _PIECE_BYTES]
+            digest.update(piece)
+        return into, digest.intdigest()

@@ -65,10 +65,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class MapLent:
-    """Memory of another process, whose descriptor was passed to the worker, is from now on known under this number. Not
-    answered."""
+    """The first ``nbytes`` of memory of another process, whose descriptor was passed to the worker, are to be known
+    under this number. Answered by Mapped."""
 
     number: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ class ExportBlocks:
 @dataclass(frozen=True, slots=True)
 class ImportBlocks:
     """The inverse of ExportBlocks: copy a slot into pool blocks; bit for bit, unless formats differ. With a ``place``
-    what the slot would hold lies there, and the slot is not touched."""
+    what the slot would hold lies there, and the slot is not touched: the worker takes what lies there, and writes it
+    into the pool if it has the ``checksum`` (xxh3-64)."""
 
     transfer_id: int
     slot: int
@@ -114,6 +116,7 @@ class ImportBlocks:
     run: WireRun | None = None
     """What the slot holds; None: these blocks, as the pool has them."""
     place: Place | None = None
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,16 @@ class Exported:
 @dataclass(frozen=True, slots=True)
 class Imported:
     transfer_id: int
+    is_right: bool = True
+    """False: what lay at its place is not what was sent, and nothing of it is in the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """``is_readable``: imports may name it."""
+
+    number: int
+    is_readable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +161,4 @@ class Failed:
     is_model_error: bool = False
 
 
-Answer = Ready | StepDone | Exported | Imported | Failed
+Answer = Ready | StepDone | Exported | Imported | Mapped | Failed

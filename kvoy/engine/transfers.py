@@ -41,9 +41,14 @@ class Transfers(Protocol):
         """InvariantError, before anything is written, when the order does not fit."""
         ...
 
+    def import_lent(self, order: ImportBlocks) -> bool:
+        """From the order's place, at once. False, and nothing is written: what lies there has not its checksum.
+        InvariantError when the order does not fit."""
+        ...
+
 
 class DirectTransfers:
-    """The pool is in the host's memory: straight between it and the slot, or what is lent, at once."""
+    """The pool is in the host's memory: straight between it and the slot, or a copy of what is lent, at once."""
 
     def __init__(self, pool: KvPool, slab: Slab, lent: LentMemory | None = None) -> None:
         self._pool = pool
@@ -55,13 +60,17 @@ class DirectTransfers:
         return Mark()
 
     def import_blocks(self, order: ImportBlocks) -> Mark:
-        self._pool.import_blocks(order, self._memory(order))
+        self._pool.import_blocks(order, self._slab.slot(order.slot))
         return Mark()
 
-    def _memory(self, order: ImportBlocks) -> memoryview:
+    def import_lent(self, order: ImportBlocks) -> bool:
         if order.place is None:
-            return self._slab.slot(order.slot)
-        return self._lent.read(order.place.number, order.place.offset, self._pool.wire_bytes(order))
+            raise InvariantError(f"transfer {order.transfer_id} names no place")
+        copy, checksum = self._lent.copy(order.place.number, order.place.offset, self._pool.wire_bytes(order))
+        is_right = checksum == order.checksum
+        if is_right:
+            self._pool.import_blocks(order, copy)
+        return is_right
 
 
 class StagedTransfers:
@@ -94,8 +103,6 @@ class StagedTransfers:
 
     @torch.inference_mode()
     def import_blocks(self, order: ImportBlocks) -> Mark:
-        if order.place is not None:  # memory that is not pinned would hold the host up
-            raise InvariantError("a pool on a device imports from its own slab only")
         slot, blocks = self._checked(order)
         stage, is_free = self._turns.pop(0)
         compute, copy = self._device.compute, self._device.copy
@@ -107,6 +114,9 @@ class StagedTransfers:
         self._pool.unpack(order, blocks, stage)
         self._turns.append((stage, compute.mark()))
         return is_read
+
+    def import_lent(self, order: ImportBlocks) -> bool:
+        raise InvariantError(f"transfer {order.transfer_id}: a pool on a device imports from its own slab only")
 
     def _checked(self, order: ExportBlocks | ImportBlocks) -> tuple[Tensor, Tensor]:
         """The bytes of the slot that the order means, and its blocks on the device."""

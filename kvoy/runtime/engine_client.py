@@ -27,6 +27,7 @@ from kvoy.engine.messages import (
     ForgetLent,
     Imported,
     MapLent,
+    Mapped,
     Order,
     Progress,
     Ready,
@@ -69,6 +70,7 @@ class EngineClient:
         self._process = worker.process
         self._channel = worker.channel
         self._lending = worker.lending
+        self._readable: set[int] = set()
         self._stopping = False
 
     @classmethod
@@ -104,16 +106,22 @@ class EngineClient:
             raise EngineError(f"the engine worker {_how_it_ended(self._process)}")
         self._channel.send(order)
 
-    def lend(self, fd: int) -> int | None:
+    def lend(self, fd: int, nbytes: int) -> int | None:
         """Has the worker map the memory behind ``fd``, which stays the caller's and keeps its size: a number for it,
         until ``take_back``. None: the worker does not read it, for its pool is elsewhere, or there is no room."""
-        number = self._lending.register(fd) if self.ready.reads_lent and not self._stopping else None
+        is_at_work = not self._stopping and self._process.returncode is None
+        number = self._lending.register(fd) if self.ready.reads_lent and is_at_work else None
         if number is not None:
-            self.send(MapLent(number))
+            self._channel.send(MapLent(number, nbytes))
         return number
+
+    def reads(self, number: int) -> bool:
+        """The worker has mapped it: imports may name it."""
+        return number in self._readable
 
     def take_back(self, number: int) -> None:
         """No later order names this memory."""
+        self._readable.discard(number)
         if not self._stopping and self._process.returncode is None:
             self._channel.send(ForgetLent(number))
 
@@ -122,7 +130,11 @@ class EngineClient:
         EngineError when the worker fails or dies."""
         while messages := await self._channel.receive():
             for message in messages:
-                yield _answer(message)
+                match message:
+                    case Mapped(number, is_readable):
+                        self._readable |= {number} if is_readable else set()
+                    case _:
+                        yield _answer(message)
         if not self._stopping:
             await _reap(self._process)
             raise EngineError(f"the engine worker {_how_it_ended(self._process)}")

@@ -49,9 +49,13 @@ class Engine(Protocol):
 
     def send(self, order: messages.Order) -> None: ...
 
-    def lend(self, fd: int) -> int | None:
+    def lend(self, fd: int, nbytes: int) -> int | None:
         """Has the worker map the memory behind ``fd``, which stays the caller's: the number that imports call it by.
         None: it does not, and bytes go through the slab."""
+        ...
+
+    def reads(self, number: int) -> bool:
+        """It is mapped: imports may name it."""
         ...
 
     def take_back(self, number: int) -> None:
@@ -76,7 +80,7 @@ class EngineEffects:
         self._post = post
         self._fingerprint = engine.ready.model.fingerprint
         self._spec = engine.ready.kv_spec
-        self._instead: dict[int, Callable[[], None]] = {}
+        self._instead: dict[int, Callable[[bool], None]] = {}
         """What follows imports in place of Imported, by transfer id."""
 
     def slot(self, index: int, length: int) -> memoryview:
@@ -87,9 +91,9 @@ class EngineEffects:
         """Where a slot begins in the slab."""
         return index * self._engine.slab.slot_bytes
 
-    def import_blocks(self, order: messages.ImportBlocks, then: Callable[[], None] | None = None) -> None:
+    def import_blocks(self, order: messages.ImportBlocks, then: Callable[[bool], None] | None = None) -> None:
         """A filled slot, or what lies at the order's place, into the pool; answered by Imported, or ``then`` is called
-        instead."""
+        instead, and told whether it was right."""
         if then is not None:
             self._instead[order.transfer_id] = then
         self._engine.send(order)
@@ -123,14 +127,20 @@ class EngineEffects:
                     self._post(events.StepDone(result))
                 case messages.Exported(transfer_id):
                     self._post(events.Exported(transfer_id))
-                case messages.Imported(transfer_id):
-                    instead = self._instead.pop(transfer_id, None)
-                    instead() if instead is not None else self._post(events.Imported(transfer_id))
-                case messages.Ready() | messages.Failed():
+                case messages.Imported():
+                    self._imported(answer)
+                case messages.Ready() | messages.Mapped() | messages.Failed():
                     raise EngineError(f"The engine worker said {type(answer).__name__} while it was running.")
                 case _:
                     assert_never(answer)
         raise EngineError("The engine worker went silent.")
+
+    def _imported(self, answer: messages.Imported) -> None:
+        instead = self._instead.pop(answer.transfer_id, None)
+        if instead is None:
+            self._post(events.Imported(answer.transfer_id))
+        else:
+            instead(answer.is_right)
 
     async def _look_up(self, ask: actions.LookUpStore) -> None:
         present = await self._store.call(

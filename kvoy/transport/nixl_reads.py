@@ -107,7 +107,7 @@ class NixlSlab:
             if read.landed.done() and not read.landed.cancelled() and read.landed.exception() is None:
                 self._orders.put(read.landed.result())
 
-    def lent(self, _offset: int, _nbytes: int) -> None:
+    def lent(self, _offset: int) -> None:
         """See payloads.Source. It is another host's, or may be."""
 
     async def lost(self) -> None:

@@ -1,8 +1,8 @@
 """Where the KV of a frame lies once the frame has arrived, and its one way from there into the receiver's own memory.
 
 Whoever fetches a payload learns whether what has come is what was sent: it is hashed where it will be used, piece by
-piece as it is copied, so that the hash reads from the cache. What the receiver's engine can read where it lies is not
-fetched, but hashed there. Knows no slots and no brain.
+piece as it is copied, so that the hash reads from the cache. What the receiver's engine can reach is not fetched
+here: the engine does it, in the same way. Knows no slots and no brain.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import xxhash
 
 from kvoy.core.frames import Opening
 from kvoy.core.wire import GRPC, Place
-from kvoy.transport.frame_wire import MAX_FRAME_BYTES, Frame, payload_checksum
+from kvoy.transport.frame_wire import MAX_FRAME_BYTES, Frame
 
 PIECE_BYTES = 256 * 1024
 """Copied and hashed at once: a part of a core's cache, and for how long others may wait for the interpreter lock."""
@@ -46,8 +46,8 @@ class Source(Protocol):
         """Fill ``into`` from there on; the checksum of what has come, or PeerError. Cancelled, it writes no more."""
         ...
 
-    def lent(self, offset: int, nbytes: int) -> tuple[Place, memoryview] | None:
-        """These bytes as our own engine can read them, and as this process can; None: it cannot, they are fetched."""
+    def lent(self, offset: int) -> Place | None:
+        """This byte as our own engine knows it; None: it does not, and payloads are fetched."""
         ...
 
     async def lost(self) -> None:
@@ -110,22 +110,18 @@ class Referred:
 
     def in_place(self) -> "InPlace | None":
         """See Payload."""
-        lent = self.source.lent(self.offset, self.nbytes)
-        return None if lent is None else InPlace(*lent, self.checksum)
+        place = self.source.lent(self.offset)
+        return None if place is None else InPlace(self.source, place, self.checksum)
 
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """In the sender's memory, where our own engine reads it."""
+    """In the sender's memory, where our own engine reads it. ``source`` is to be held until it has: then the memory is
+    there."""
 
+    source: Source
     place: Place
-    view: memoryview
     checksum: int
-
-    def is_right(self) -> bool:
-        """Whether what lies there now is what was sent. Asked when the engine has read it, this tells of what it read:
-        a sender that has gone on to other things writes there what will not come back."""
-        return payload_checksum(self.view) == self.checksum
 
 
 def payload_of(frame: Frame, opening: Opening, source: Source | None) -> tuple[Payload, bool]:

@@ -1,4 +1,4 @@
-"""Transport ``shm``: frames stay in the staging slab of a prefill pod, and the decode pod's engine reads them there.
+"""Transport ``shm``: frames stay in a prefill pod's staging slab, and the decode pod's engine takes them from there.
 
 A decode pod listens on a Unix socket in a directory of its own. A prefill pod connects and passes the descriptor of
 its slab with a token, which its openings then name; the mapping lasts as long as that connection, and as the handoffs
@@ -34,6 +34,7 @@ MAX_SLABS = 64
 """Of all prefill pods together; more are turned away, and send over gRPC."""
 _PREFIX = "kvoy-shm-"
 _SOCKET = "slabs"
+_RETRY_S = 0.5
 _GREETING_S = 5.0
 """What the other end has for its part of the introduction."""
 _TAKEN = b"+"
@@ -51,8 +52,12 @@ def host_identity() -> str:
 class Reader(Protocol):
     """The decode pod's engine."""
 
-    def lend(self, fd: int) -> int | None:
+    def lend(self, fd: int, nbytes: int) -> int | None:
         """Map the memory behind ``fd``, which stays the caller's: a number for it. None: this engine does not."""
+        ...
+
+    def reads(self, number: int) -> bool:
+        """It is mapped."""
         ...
 
     def take_back(self, number: int) -> None:
@@ -63,9 +68,10 @@ class Reader(Protocol):
 class SharedMemory:
     """A slab as another process maps it, read-only. It is unmapped when nobody holds this any more."""
 
-    def __init__(self, view: memoryview, number: int | None = None) -> None:
-        """``number``: the engine's for it."""
+    def __init__(self, view: memoryview, reader: Reader | None = None, number: int | None = None) -> None:
+        """``number``: the reader's for it."""
         self._view = view
+        self._reader = reader
         self._number = number
 
     @classmethod
@@ -80,8 +86,8 @@ class SharedMemory:
             view = memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ))
         except (OSError, ValueError) as error:
             raise PeerError(f"what was passed cannot be mapped: {error}", "bad_source") from error
-        number = None if reader is None else reader.lend(fd)
-        memory = cls(view, number)
+        number = None if reader is None else reader.lend(fd, size)
+        memory = cls(view, reader, number)
         if reader is not None and number is not None:
             weakref.finalize(memory, reader.take_back, number).atexit = False
         return memory
@@ -94,9 +100,11 @@ class SharedMemory:
         """See payloads.Source."""
         return copy_and_hash(self._view[offset : offset + into.nbytes], into)
 
-    def lent(self, offset: int, nbytes: int) -> tuple[Place, memoryview] | None:
+    def lent(self, offset: int) -> Place | None:
         """See payloads.Source."""
-        return None if self._number is None else (Place(self._number, offset), self._view[offset : offset + nbytes])
+        if self._reader is None or self._number is None or not self._reader.reads(self._number):
+            return None
+        return Place(self._number, offset)
 
     async def lost(self) -> None:
         """See payloads.Source. What is mapped stays."""
@@ -135,7 +143,12 @@ class ShmSources:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as guests:
             while True:
-                connection, _ = await loop.sock_accept(self._listener)
+                try:
+                    connection, _ = await loop.sock_accept(self._listener)
+                except OSError as error:  # no descriptor is left, say: there may be one soon
+                    _log.warning("no sender's memory is taken for now: %s", error)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 guests.create_task(self._host(connection))
 
     def close(self) -> None:
@@ -149,20 +162,21 @@ class ShmSources:
 
     async def _host(self, connection: socket.socket) -> None:
         """One prefill pod, as long as it is there."""
-        token = b""
+        kept = b""
         with connection:
             connection.setblocking(False)
             try:
                 async with asyncio.timeout(_GREETING_S):
                     token, slab = await _introduced(connection, self._reader)
                     self._keep(token, slab)
+                    kept = token
+                    del slab
                     await asyncio.get_running_loop().sock_sendall(connection, _TAKEN)
-                del slab
                 await asyncio.get_running_loop().sock_recv(connection, 1)
             except (PeerError, OSError, TimeoutError) as error:
                 _log.warning("a sender's memory was not taken: %s", error)
             finally:
-                self._slabs.pop(token, None)
+                self._slabs.pop(kept, None)
 
     def _keep(self, token: bytes, slab: SharedMemory) -> None:
         if len(self._slabs) >= MAX_SLABS or token in self._slabs:

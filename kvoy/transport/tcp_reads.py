@@ -85,7 +85,7 @@ class RemoteSlab:
             read.give_up()
             raise
 
-    def lent(self, _offset: int, _nbytes: int) -> None:
+    def lent(self, _offset: int) -> None:
         """See payloads.Source. It is another host's, or may be."""
 
     async def lost(self) -> None:

@@ -4,6 +4,8 @@ prefill pods."""
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from kvoy.core.actions import (
     DecodeAction,
@@ -19,7 +21,6 @@ from kvoy.core.actions import (
 )
 from kvoy.core.errors import PeerError
 from kvoy.core.events import FrameBad, Imported
-from kvoy.core.wire import Place
 from kvoy.engine.messages import ImportBlocks
 from kvoy.runtime.engine_effects import EngineEffects
 from kvoy.transport.payloads import InPlace
@@ -76,11 +77,11 @@ class DecodeEffects:
         if lying is None:
             self._tasks.create_task(self._fetch(action, payload))
         else:
-            self._shared.import_blocks(_order(action, lying.place), lambda: self._verify(action, payload, lying))
+            self._shared.import_blocks(_order(action, lying), partial(self._imported, action, payload, lying))
 
-    def _verify(self, action: ImportFrame, payload: Taken, lying: InPlace) -> None:
-        """The engine has read it where it lies."""
-        if lying.is_right():
+    def _imported(self, action: ImportFrame, payload: Taken, _: InPlace, is_right: bool) -> None:
+        """The engine has taken it from where it lies."""
+        if is_right:
             payload.count()
             self._post(Imported(action.transfer_id))
         else:
@@ -101,8 +102,7 @@ class DecodeEffects:
         self._shared.import_blocks(_order(action))
 
 
-def _order(action: ImportFrame, place: Place | None = None) -> ImportBlocks:
+def _order(action: ImportFrame, lying: InPlace | None = None) -> ImportBlocks:
     header = action.header
-    return ImportBlocks(
-        action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run, place
-    )
+    order = ImportBlocks(action.transfer_id, action.slot, action.blocks, header.first_layer, header.layers, action.run)
+    return order if lying is None else replace(order, place=lying.place, checksum=lying.checksum)

@@ -33,6 +33,7 @@ from kvoy.engine.messages import (
 )
 from kvoy.engine.slab import Slab, nameless_file
 from kvoy.runtime.engine_client import EngineClient, worker_environment
+from kvoy.transport.frame_wire import payload_checksum
 from tests.engine.running import FAMILIES
 
 SETTINGS = EngineSettings(
@@ -297,21 +298,38 @@ async def test_a_worker_reads_memory_that_is_lent_to_it():
         theirs = Slab(nameless_file(), 2, spec.block_bytes)
         theirs.slot(1)[:] = kv = os.urandom(spec.block_bytes)
         for number in (1, 2):
-            assert client.lend(theirs.fd) == number
+            assert client.lend(theirs.fd, len(theirs.whole)) == number
+        assert not client.reads(1)
+        place, checksum = Place(2, spec.block_bytes), payload_checksum(theirs.slot(1))
         orders = [
-            ImportBlocks(1, 0, (5,), 0, spec.layers, place=Place(2, spec.block_bytes)),
-            ExportBlocks(2, 1, (5,), 0, spec.layers, spec.block_tokens),
+            ImportBlocks(1, 0, (5,), 0, spec.layers, place=place, checksum=checksum ^ 1),
+            ImportBlocks(2, 0, (5,), 0, spec.layers, place=place, checksum=checksum),
+            ExportBlocks(3, 1, (5,), 0, spec.layers, spec.block_tokens),
         ]
-        assert await ask(client, *orders) == [Imported(1), Exported(2)]
+        assert await ask(client, *orders) == [Imported(1, is_right=False), Imported(2), Exported(3)]
         assert client.slab.slot(1)[: spec.block_bytes] == kv
+        assert client.reads(1)
         assert lent_maps(client.pid) == 2 + 1  # and its own
         client.take_back(1)
         client.take_back(2)
-        assert await ask(client, ExportBlocks(3, 1, (5,), 0, spec.layers, 0)) == [Exported(3)]
+        assert not client.reads(1)
+        assert await ask(client, ExportBlocks(4, 1, (5,), 0, spec.layers, 0)) == [Exported(4)]
         assert lent_maps(client.pid) == 1
         theirs.close()
-    assert client.lend(0) is None
+    assert client.lend(0, 1) is None
     client.take_back(1)
+
+
+async def test_memory_that_a_worker_cannot_map_is_not_named_and_the_worker_lives():
+    async with running() as client:
+        reading, writing = os.pipe()
+        assert client.lend(reading, 4096) == 1
+        assert await ask(client, ExportBlocks(1, 1, (5,), 0, client.ready.kv_spec.layers, 0)) == [Exported(1)]
+        assert not client.reads(1)
+        client.take_back(1)
+        assert await ask(client, ExportBlocks(2, 1, (5,), 0, client.ready.kv_spec.layers, 0)) == [Exported(2)]
+        os.close(reading)
+        os.close(writing)
 
 
 def lent_maps(pid: int) -> int:

@@ -1,5 +1,7 @@
 """Blocks on their way beside the steps: the right bytes, nothing overwritten while it is still read, few waits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from kvoy.engine.packing import Packed
 from kvoy.engine.slab import Slab, nameless_file
 from kvoy.engine.transfers import DirectTransfers, StagedTransfers
 from kvoy.engine.uploads import Uploads
+from kvoy.transport.frame_wire import payload_checksum
 from tests.engine.lanes import COMPUTE, HOST, ClockDevice, Races, watched_write
 
 SPEC = KvSpec(layers=3, kv_heads=2, head_dim=8, block_tokens=4, dtype=KvDtype.FP32)
@@ -168,21 +171,22 @@ def test_orders_that_do_not_fit_change_nothing(races):
     assert bytes(slab.whole) == slots
 
 
-def test_what_is_lent_is_imported_as_from_a_slot():
+def test_what_is_lent_is_imported_as_from_a_slot_if_it_is_what_was_sent():
     pools, theirs = [full_pool(), full_pool()], Slab(nameless_file(), 2, 2 * SPEC.block_bytes)
-    pools[1].layer(0).values.zero_()
     own, lent = Slab(nameless_file(), SLOTS, 2 * SPEC.block_bytes), LentMemory()
-    lent.take(5, theirs.fd)
+    assert lent.take(5, len(theirs.whole), theirs.fd)
     DirectTransfers(pools[0], theirs).export_blocks(export(1, 3, 4, valid_tokens=8))
-    receiver = DirectTransfers(pools[1], own, lent)
-    place = Place(5, 2 * SPEC.block_bytes)
-    receiver.import_blocks(ImportBlocks(1, 0, (7, 8), 0, SPEC.layers, place=place))
+    receiver, before = DirectTransfers(pools[1], own, lent), bits(pools[1])
+    checksum = payload_checksum(theirs.slot(1))
+    order = ImportBlocks(1, 0, (7, 8), 0, SPEC.layers, place=Place(5, 2 * SPEC.block_bytes), checksum=checksum)
+    assert not receiver.import_lent(replace(order, checksum=checksum ^ 1))
+    assert torch.equal(bits(pools[1]), before)
+    assert receiver.import_lent(order)
     assert torch.equal(bits(pools[1])[[7, 8]], bits(pools[0])[[3, 4]])
     assert not any(own.whole)
-    with pytest.raises(InvariantError):
-        receiver.import_blocks(ImportBlocks(1, 0, (7, 8), 0, SPEC.layers, place=Place(5, 3 * SPEC.block_bytes)))
-    with pytest.raises(InvariantError):
-        receiver.import_blocks(ImportBlocks(1, 0, (7, 8), 0, SPEC.layers, place=Place(6, 0)))
+    for place in (Place(5, 3 * SPEC.block_bytes), Place(6, 0), None):
+        with pytest.raises(InvariantError):
+            receiver.import_lent(replace(order, place=place))
     for slab in (own, theirs):
         slab.close()
 
@@ -190,4 +194,4 @@ def test_what_is_lent_is_imported_as_from_a_slot():
 def test_a_pool_on_a_device_reads_nothing_that_is_lent(races):
     transfers, _ = staged(races, full_pool())
     with pytest.raises(InvariantError):
-        transfers.import_blocks(ImportBlocks(1, 0, (1,), 0, SPEC.layers, place=Place(1, 0)))
+        transfers.import_lent(ImportBlocks(1, 0, (1,), 0, SPEC.layers, place=Place(1, 0)))

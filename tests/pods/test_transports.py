@@ -1,5 +1,6 @@
 """By what KV goes between a prefill and a decode pod that are told several ways, and what happens where one fails."""
 
+import asyncio
 import itertools
 import sys
 from collections.abc import Sequence
@@ -85,6 +86,17 @@ async def test_a_way_that_can_be_taken_but_not_used_gives_way_to_the_next(
         await prefill.until_free()
         await decode.until_free()
     assert caplog.text.count("do without shm: This pod cannot reach the sender's memory") == 1
+
+
+async def test_a_slab_is_let_go_of_when_its_pod_has_left() -> None:
+    async with cluster() as pods:
+        prefill, decode = await pods.prefill(transport=("shm",)), await pods.decode(transport=("shm",))
+        assert await went_by(pods, prefill, decode) == ["shm"]
+        assert len(decode.engine._lent._views) == 1
+        await prefill.stop()
+        async with asyncio.timeout(5):
+            while decode.engine._lent._views:
+                await asyncio.sleep(0.01)
 
 
 async def test_connections_share_one_port() -> None:

@@ -62,10 +62,13 @@ class ToyEngine:
     def send(self, order: messages.Order) -> None:
         self._orders.put_nowait(order)
 
-    def lend(self, fd: int) -> int | None:
+    def lend(self, fd: int, nbytes: int) -> int | None:
         number = next(self._numbers)
-        self._lent.take(number, fd)
+        assert self._lent.take(number, nbytes, fd)
         return number
+
+    def reads(self, number: int) -> bool:
+        return number in self._lent._views
 
     def take_back(self, number: int) -> None:
         self.send(messages.ForgetLent(number))
@@ -98,8 +101,7 @@ class ToyEngine:
                 self._export(order)
                 yield messages.Exported(order.transfer_id)
             case messages.ImportBlocks():
-                self._import(order)
-                yield messages.Imported(order.transfer_id)
+                yield messages.Imported(order.transfer_id, self._import(order))
             case messages.ForgetLent(number):
                 self._lent.forget(number)
             case EngineError():
@@ -174,12 +176,16 @@ class ToyEngine:
                     slot[at : at + row_bytes] = filled + bytes(row_bytes - len(filled))
                     at += row_bytes
 
-    def _import(self, order: messages.ImportBlocks) -> None:
+    def _import(self, order: messages.ImportBlocks) -> bool:
         run_bytes, at = order.layers * self._spec.layer_bytes, 0
-        slot = self.slab.slot(order.slot)
+        slot, checksum = self.slab.slot(order.slot), order.checksum
         if order.place is not None:
-            slot = self._lent.read(order.place.number, order.place.offset, run_bytes * len(order.blocks))
+            nbytes = run_bytes * len(order.blocks)
+            slot, checksum = self._lent.copy(order.place.number, order.place.offset, nbytes)
+        if checksum != order.checksum:
+            return False
         for block in order.blocks:
             offset = self._offset(block, order.first_layer, 0, 0)
             self._pool[offset : offset + run_bytes] = slot[at : at + run_bytes]
             at += run_bytes
+        return True

@@ -1,5 +1,4 @@
-"""One end of a handoff in a process that counts its copies: ``send TRANSPORT`` or ``receive TRANSPORT``; the receiver's
-transport may be ``shm-in-place``, where an engine is lent the sender's memory.
+"""One end of a handoff in a process that counts its copies: ``send TRANSPORT`` or ``receive TRANSPORT``.
 
 A receiver prints where it is; a sender is told so on its standard input. Each prints, as its last line, how many times
 it copied a byte of a payload itself, and how many times the kernel did.
@@ -19,7 +18,6 @@ from kvoy.transport.channels import Channels
 from kvoy.transport.kv_stream import GrpcHandoffConnector, ingest_service
 from kvoy.transport.links import Links
 from kvoy.transport.server import GrpcServer
-from kvoy.transport.shm import ShmSources
 from tests.transport import transports, values
 from tests.transport.handlers import Ingest
 
@@ -45,18 +43,8 @@ class Counted:
         return counters.kvoy_copied(), counters.kvoy_received() + counters.kvoy_sent()
 
 
-class Engine:
-    """Is lent memory, and reads none of it: what an engine copies into its pool is not counted for any transport."""
-
-    def lend(self, fd: int) -> int:
-        return fd
-
-    def take_back(self, number: int) -> None:
-        """Nothing is kept."""
-
-
 class Slots(Ingest):
-    """Verifies each frame where an engine could read it, or fetches it into the one slot, and says so."""
+    """Fetches each frame into the one slot, and says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +53,7 @@ class Slots(Ingest):
 
     async def frame(self, stream, header, payload, intact) -> None:
         assert intact
-        lying = payload.in_place()
-        assert lying.is_right() if lying else await payload.fetch(self._slab.slot(0))
+        assert await payload.fetch(self._slab.slot(0))
         if header.seq == WARM_FRAMES - 1:
             self._counted = Counted()
         stream.send(Ack(header.seq, 1))
@@ -79,9 +66,6 @@ class Slots(Ingest):
 async def reception(name: str) -> AsyncIterator[tuple[object, TransportOffer | None]]:
     if name == "grpc":
         yield None, None
-    elif name == "shm-in-place":
-        async with transports.serving("shm", sources=ShmSources(Engine())) as (sources, offer):
-            yield sources, offer
     else:
         async with transports.serving(name) as (sources, offer):
             yield sources, offer

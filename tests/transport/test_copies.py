@@ -22,13 +22,11 @@ COPIES = {
     "grpc": (2, 1, 3, 1),
     "tcp": (0, 1, 0, 1),
     "shm": (0, 0, 1, 0),
-    "shm in-place": (0, 0, 0, 0),
     "nixl": (1, 1, 2, 1),
     "nixl across processes": (0, 0, 1, 1),
 }
-"""Of shm where the receiver's engine does not read another's memory, and where it does; of nixl by sockets, and where
-UCX may read the memory of another process. Where the network reads it, nobody does but the receiver, once, from where
-it landed into the slot."""
+"""Of nixl by sockets, and where UCX may read the memory of another process. Where the network reads it, nobody does but
+the receiver, once, from where it landed into the slot."""
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +39,11 @@ def counting(tmp_path_factory) -> dict[str, str]:
 
 
 def measured(name: str, counting: dict[str, str]) -> tuple[float, ...]:
-    name, _, how = name.partition(" ")
-    environment = counting | ({"UCX_TLS": "cma,tcp,self"} if how == "across processes" else {})
-    receives = f"{name}-{how}" if how == "in-place" else name
+    name, _, across = name.partition(" ")
+    environment = counting | ({"UCX_TLS": "cma,tcp,self"} if across else {})
 
     def start(role: str) -> subprocess.Popen:
-        words = [sys.executable, "-m", "tests.transport.copying", role, receives if role == "receive" else name]
+        words = [sys.executable, "-m", "tests.transport.copying", role, name]
         return subprocess.Popen(
             words, cwd=HERE.parents[1], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

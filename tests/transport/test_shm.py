@@ -5,6 +5,7 @@ import asyncio
 import logging
 import mmap
 import os
+import resource
 import socket
 import tempfile
 from pathlib import Path
@@ -238,15 +239,20 @@ def holds(pid: int, directory: Path) -> bool:
 
 
 class Engine:
-    """Reads what it is lent."""
+    """Takes frames from what it is lent, once it is mapped."""
 
     def __init__(self) -> None:
         self.lent = LentMemory()
+        self.is_mapped = False
         self.taken_back: list[int] = []
 
-    def lend(self, fd: int) -> int:
-        self.lent.take(7, fd)
+    def lend(self, fd: int, nbytes: int) -> int:
+        assert self.lent.take(7, nbytes, fd)
         return 7
+
+    def reads(self, number: int) -> bool:
+        assert number == 7
+        return self.is_mapped
 
     def take_back(self, number: int) -> None:
         self.lent.forget(number)
@@ -261,16 +267,16 @@ async def test_an_engine_is_lent_a_slab_as_long_as_somebody_needs_it(slab):
         source = source_of(sources, await link.introduce(sources.offer))
         slab.slot(1)[:] = os.urandom(NBYTES)
         payload = Referred(source, NBYTES, NBYTES, payload_checksum(slab.slot(1)))
+        assert payload.in_place() is None
+        engine.is_mapped = True
         lying = payload.in_place()
         assert lying.place == Place(7, NBYTES)
-        assert engine.lent.read(7, NBYTES, NBYTES) == slab.slot(1)
-        assert lying.is_right()
-        slab.slot(1)[3] ^= 1
-        assert not lying.is_right()
+        assert engine.lent.copy(7, NBYTES, NBYTES) == (slab.slot(1), lying.checksum)
         await link.close()
         await until(lambda: not sources._slabs)
+        del source, payload
         assert not engine.taken_back
-        del source, payload, lying
+        del lying
         assert engine.taken_back == [7]
     assert mappings() == before
 
@@ -280,3 +286,30 @@ async def test_an_engine_that_reads_nothing_has_it_fetched(sources, slab):
     source = source_of(sources, await link.introduce(sources.offer))
     assert Referred(source, 0, NBYTES, 1).in_place() is None
     await link.close()
+
+
+async def test_a_second_one_of_the_same_name_does_not_drive_the_first_one_out(sources, slab, monkeypatch):
+    monkeypatch.setattr(shm.secrets, "token_bytes", lambda count: b"x" * count)
+    links = ShmLink(slab.fd), ShmLink(slab.fd)
+    token = await links[0].introduce(sources.offer)
+    with pytest.raises(PeerError):
+        await links[1].introduce(sources.offer)
+    assert source_of(sources, token) is not None
+    for link in links:
+        await link.close()
+
+
+async def test_a_shortage_of_descriptors_passes(slab, monkeypatch):
+    monkeypatch.setattr(shm, "_RETRY_S", 0.01)
+    async with shm_sources() as sources:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket(socket.AF_UNIX) as guest:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (guest.fileno() + 1, limits[1]))
+            try:
+                guest.connect(sources.offer.address.partition(":")[2])
+                await asyncio.sleep(0.05)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        link = ShmLink(slab.fd)
+        assert source_of(sources, await link.introduce(sources.offer)) is not None
+        await link.close()

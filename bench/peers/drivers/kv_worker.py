@@ -26,6 +26,7 @@ from kvoy.engine.messages import (
     ImportBlocks,
     Imported,
     MapLent,
+    Mapped,
     RunStep,
     StepDone,
 )
@@ -66,11 +67,12 @@ class KvWorker:
                 self._transfers.export_blocks(order)
                 return Exported(order.transfer_id)
             case ImportBlocks():
+                if order.place is not None:
+                    return Imported(order.transfer_id, self._transfers.import_lent(order))
                 self._transfers.import_blocks(order)
                 return Imported(order.transfer_id)
-            case MapLent(number):
-                self._lent.map(number)
-                return None
+            case MapLent(number, nbytes):
+                return Mapped(number, self._lent.map(number, nbytes))
             case ForgetLent(number):
                 self._lent.forget(number)
                 return None

@@ -1,6 +1,5 @@
 """kvoy's transports alone: the active end sends what its memory holds as frames of handoffs, and the passive end takes
-each into its own memory, verifies it there, and acknowledges it. By shm nothing is moved: what lies in the sender's
-memory is verified there, and is then as good as here, for it is where an engine reads it.
+each into its own memory, verifies it there, and acknowledges it.
 
 Frames, checksums, credits and acks are those of production; pods, brains and engines are left out. With int8 on the
 wire both memories are pools in bf16, and a thread of each end does what an engine does: it quantises into slots of a
@@ -22,7 +21,7 @@ import uvloop
 
 from bench.handoff_work import SPEC
 from bench.peers.drivers.transfer import MODEL_FINGERPRINT, KvoySetup, Place, serve_end
-from kvoy.core.errors import InvariantError, PeerError
+from kvoy.core.errors import PeerError
 from kvoy.core.frames import Ack, Commit, Committed, FrameHeader, HandoffKey, Opening, ReceiverMessage, Welcome
 from kvoy.core.types import KvDtype, KvSpec, TransportOffer
 from kvoy.core.wire import GRPC, NIXL, SHM, TCP, WireRun
@@ -67,10 +66,6 @@ class Store(Protocol):
         """What is in its slot is in memory when this returns."""
         ...
 
-    def find(self, frame: int, view: memoryview) -> None:
-        """What would be in its slot is there, where an engine reads it."""
-        ...
-
     def digest(self, *, is_active: bool) -> int:
         """Of the memory, as it is when it has been on the wire."""
         ...
@@ -84,7 +79,6 @@ class RawStore:
         self.spec = SPEC
         self.slab = Slab(nameless_file(), len(setup.frames), setup.frame_bytes)
         _fill(self.slab, setup.seed)
-        self._found: dict[int, memoryview] = {}
 
     def slot_for(self, frame: int) -> int:
         return frame
@@ -95,17 +89,8 @@ class RawStore:
     async def take(self, frame: int) -> None:
         """It is there."""
 
-    def find(self, frame: int, view: memoryview) -> None:
-        """It is read where it is."""
-        self._found[frame] = view
-
     def digest(self, *, is_active: bool) -> int:  # noqa: ARG002 - the wire changes nothing
-        if not self._found:
-            return zlib.crc32(self.slab.whole[: self._total_bytes])
-        digest = 0
-        for frame in sorted(self._found):
-            digest = zlib.crc32(self._found[frame], digest)
-        return digest
+        return zlib.crc32(self.slab.whole[: self._total_bytes])
 
 
 class Int8Store:
@@ -135,9 +120,6 @@ class Int8Store:
 
     async def take(self, frame: int) -> None:
         await asyncio.get_running_loop().run_in_executor(self._lane, self._import, frame)
-
-    def find(self, frame: int, view: memoryview) -> None:
-        raise InvariantError(f"frame {frame} came as {view.nbytes} bytes that are not here: int8 is not for one host")
 
     def digest(self, *, is_active: bool) -> int:
         """What has arrived went through int8 once more often than what was sent."""
@@ -170,16 +152,6 @@ def _fill(slab: Slab, seed: int) -> None:
     """Numbers as KV has them, different in every place."""
     numbers = torch.frombuffer(slab.whole, dtype=torch.bfloat16)
     numbers.copy_(torch.randn(len(numbers), generator=torch.Generator().manual_seed(seed)))
-
-
-class _Engine:
-    """Reads what it is lent, later."""
-
-    def lend(self, fd: int) -> int:
-        return fd
-
-    def take_back(self, number: int) -> None:
-        """It keeps nothing."""
 
 
 @dataclass(slots=True)
@@ -232,14 +204,9 @@ class Receiver:
     async def _take(self, handoff: _Incoming, header: FrameHeader, payload: Payload) -> None:
         frame = header.first_block // self._blocks_per_frame
         slot = self._store.slot_for(frame)
-        lying = payload.in_place()
-        is_right = lying.is_right() if lying else await payload.fetch(self._store.slab.slot(slot)[: payload.nbytes])
-        if not is_right:
+        if not await payload.fetch(self._store.slab.slot(slot)[: payload.nbytes]):
             raise PeerError("a payload was damaged", "bad_checksum")
-        if lying:
-            self._store.find(frame, lying.view)
-        else:
-            await self._store.take(frame)
+        await self._store.take(frame)
         handoff.arrived.add(header.seq)
         handoff.under_way -= 1
         while handoff.in_place in handoff.arrived:
@@ -309,7 +276,7 @@ class KvoyEnd:
         if self._setup.transport == GRPC:
             return None, []
         if self._setup.transport == SHM:
-            shared = ShmSources(None if self._setup.is_copied else _Engine())
+            shared = ShmSources()
             self._keep(shared.serve())
             return shared, [(SHM, shared.offer.address)]
         reception = Reception("127.0.0.1:0")

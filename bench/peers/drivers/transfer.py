@@ -55,8 +55,6 @@ class KvoySetup(TransferSetup):
     """Frames take turns among so many handoffs, each over a connection of its own."""
     is_int8: bool
     """Else as they are."""
-    is_copied: bool
-    """By shm: into memory of its own, as for an engine that does not read another's."""
 
 
 @dataclass(frozen=True, slots=True)
