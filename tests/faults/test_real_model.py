@@ -114,13 +114,13 @@ async def test_a_receiver_that_stands_still(site: Site) -> None:
     """The sender goes on computing, but sends no more than its credits and takes no more memory."""
     shipped = await site.each(site.prefills, SHIPPED)
     received = await site.each(site.decodes, BYTES)
-    running = asyncio.create_task(ask(site, "long_3k", timeout_s=8.0))
+    running = asyncio.create_task(ask(site, "long_3k", timeout_s=20.0))
     decode = await site.busy(site.decodes, BYTES, above=received)
     sender = await site.busy(site.prefills, "kvoy_requests_running")
     decode.send(signal.SIGSTOP)
     try:
-        await asyncio.sleep(1.0)
-        sent, resident = await sender.number(SHIPPED), resident_bytes(sender)
+        sent = await no_longer_sending(sender)
+        resident = resident_bytes(sender)
         await asyncio.sleep(2.0)
         assert not running.done()
         assert await sender.number(SHIPPED) == sent
@@ -133,6 +133,16 @@ async def test_a_receiver_that_stands_still(site: Site) -> None:
         decode.send(signal.SIGCONT)
     await site.free()
     await ask(site)
+
+
+async def no_longer_sending(pod: Pod) -> float:
+    """What it has shipped, once it has shipped no more for a while."""
+    shipped, still_s = -1.0, 0.0
+    while still_s < 2.0:
+        now = await pod.number(SHIPPED)
+        shipped, still_s = now, 0.0 if now != shipped else still_s + 0.25
+        await asyncio.sleep(0.25)
+    return shipped
 
 
 def resident_bytes(pod: Pod) -> int:

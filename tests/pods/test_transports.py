@@ -1,6 +1,5 @@
 """By what KV goes between a prefill and a decode pod that are told several ways, and what happens where one fails."""
 
-import asyncio
 import itertools
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from services.prefill.config import PrefillConfig
 from tests.pods.cluster import Cluster, RunningPod, ask, cluster, sentence
 from tests.pods.test_serving import prompt
 from tests.pods.toy_engine import SPEC, continuation
+from tests.transport.handlers import until
 from tests.transport.transports import WAYS
 
 _starts = itertools.count()
@@ -94,9 +94,7 @@ async def test_a_slab_is_let_go_of_when_its_pod_has_left() -> None:
         assert await went_by(pods, prefill, decode) == ["shm"]
         assert len(decode.engine._lent._views) == 1
         await prefill.stop()
-        async with asyncio.timeout(5):
-            while decode.engine._lent._views:
-                await asyncio.sleep(0.01)
+        await until(lambda: not decode.engine._lent._views)
 
 
 async def test_connections_share_one_port() -> None:
