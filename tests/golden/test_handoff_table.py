@@ -38,6 +38,8 @@ never the pod. This page is written by `make golden`.
 - **Credits** are places in the receiver's staging slab. A frame is exported only with a credit in hand, so both sides
   hold a bounded number of frames; a promise is never taken back while its stream is open, and ends with it.
 - **Acks** name the highest frame up to which all are in the pool. What is acknowledged is never sent again.
+  One word may be for several frames: it waits while the sender has half of its credits left and another frame is on its
+  way into the pool.
 - **A stream that breaks** is followed by another one with the next attempt number, after a pause of 20 ms that grows to
   0.5 s. Its Welcome names the first frame that the receiver lacks; the sender goes on there, and says a commit that it
   had said again. Late frames of the stream before are dropped and counted. The sender gives up when no stream was
