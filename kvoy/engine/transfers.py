@@ -20,7 +20,6 @@ from torch import Tensor
 from kvoy.core.errors import InvariantError
 from kvoy.engine.device import Device, Mark
 from kvoy.engine.kv_cache import KvPool
-from kvoy.engine.lent import LentMemory
 from kvoy.engine.messages import ExportBlocks, ImportBlocks
 from kvoy.engine.packing import Packed
 from kvoy.engine.slab import Slab
@@ -28,6 +27,12 @@ from kvoy.engine.uploads import Uploads
 
 _STAGES = 16
 """At most. With fewer than there are exports before a step, the step would wait until some have left."""
+
+
+class Lent(Protocol):
+    """What lent.LentMemory is to an engine."""
+
+    def copy(self, number: int, offset: int, nbytes: int) -> tuple[memoryview, int]: ...
 
 
 class Transfers(Protocol):
@@ -50,10 +55,10 @@ class Transfers(Protocol):
 class DirectTransfers:
     """The pool is in the host's memory: straight between it and the slot, or a copy of what is lent, at once."""
 
-    def __init__(self, pool: KvPool, slab: Slab, lent: LentMemory | None = None) -> None:
+    def __init__(self, pool: KvPool, slab: Slab, lent: Lent | None = None) -> None:
         self._pool = pool
         self._slab = slab
-        self._lent = lent or LentMemory()
+        self._lent = lent
 
     def export_blocks(self, order: ExportBlocks) -> Mark:
         self._pool.export_blocks(order, self._slab.slot(order.slot))
@@ -64,8 +69,8 @@ class DirectTransfers:
         return Mark()
 
     def import_lent(self, order: ImportBlocks) -> bool:
-        if order.place is None:
-            raise InvariantError(f"transfer {order.transfer_id} names no place")
+        if order.place is None or self._lent is None:
+            raise InvariantError(f"transfer {order.transfer_id} names no place that is known")
         copy, checksum = self._lent.copy(order.place.number, order.place.offset, self._pool.wire_bytes(order))
         is_right = checksum == order.checksum
         if is_right:
