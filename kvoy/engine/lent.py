@@ -10,12 +10,8 @@ import mmap
 import os
 import socket
 
-import xxhash
-
+from kvoy.checked_copy import copy_and_hash
 from kvoy.core.errors import InvariantError
-
-_PIECE_BYTES = 256 * 1024
-"""Copied and hashed at once: a part of a core's cache."""
 
 
 class Lending:
@@ -81,9 +77,5 @@ class LentMemory:
             raise InvariantError(f"bytes {offset} to {offset + nbytes} of memory {number} are not known")
         if len(self._scratch) < nbytes:
             self._scratch = bytearray(nbytes)
-        source, into, digest = view[offset : offset + nbytes], memoryview(self._scratch)[:nbytes], xxhash.xxh3_64()
-        for start in range(0, nbytes, _PIECE_BYTES):
-            piece = into[start : start + _PIECE_BYTES]
-            piece[:] = source[start : start + _PIECE_BYTES]
-            digest.update(piece)
-        return into, digest.intdigest()
+        into = memoryview(self._scratch)[:nbytes]
+        return into, copy_and_hash(view[offset : offset + nbytes], into)

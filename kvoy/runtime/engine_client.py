@@ -70,7 +70,8 @@ class EngineClient:
         self._process = worker.process
         self._channel = worker.channel
         self._lending = worker.lending
-        self._readable: set[int] = set()
+        self._lent: dict[int, bool] = {}
+        """Whether the worker has mapped what it is lent, by number."""
         self._stopping = False
 
     @classmethod
@@ -112,16 +113,17 @@ class EngineClient:
         is_at_work = not self._stopping and self._process.returncode is None
         number = self._lending.register(fd) if self.ready.reads_lent and is_at_work else None
         if number is not None:
+            self._lent[number] = False
             self._channel.send(MapLent(number, nbytes))
         return number
 
     def reads(self, number: int) -> bool:
         """The worker has mapped it: imports may name it."""
-        return number in self._readable
+        return self._lent.get(number, False)
 
     def take_back(self, number: int) -> None:
         """No later order names this memory."""
-        self._readable.discard(number)
+        self._lent.pop(number, None)
         if not self._stopping and self._process.returncode is None:
             self._channel.send(ForgetLent(number))
 
@@ -132,7 +134,8 @@ class EngineClient:
             for message in messages:
                 match message:
                     case Mapped(number, is_readable):
-                        self._readable |= {number} if is_readable else set()
+                        if number in self._lent:  # else it was taken back meanwhile
+                            self._lent[number] = is_readable
                     case _:
                         yield _answer(message)
         if not self._stopping:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Protocol
 
+from kvoy.checked_copy import copy_and_hash
 from kvoy.core.errors import InvalidRequest, KvoyError, Unavailable
 from kvoy.core.frames import FetchCall, FrameHeader
 from kvoy.transport.calls import decoded, server_stream
@@ -17,7 +18,6 @@ from kvoy.transport.channels import Channels
 from kvoy.transport.codec import kv
 from kvoy.transport.codec.fields import parse
 from kvoy.transport.frame_wire import Frame, lent_from_wire, lent_to_wire
-from kvoy.transport.payloads import copy_and_hash
 from kvoy.transport.ports import Lent
 from kvoy.transport.rpc import Duplex, Exchange, Registration
 from kvoy.transport.streams import Outbox, race, to_the_end

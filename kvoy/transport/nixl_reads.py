@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvoy.checked_copy import copy_and_hash
 from kvoy.core.errors import ConfigError, PeerError
 from kvoy.transport.frame_wire import MAX_FRAME_BYTES
 from kvoy.transport.nixl_agent import Agent, Reading, is_leaving, start_thread
-from kvoy.transport.payloads import copy_and_hash
 
 CELLS = 4
 """Reads of one sender that may be under way; each has its cell of the agent's memory."""

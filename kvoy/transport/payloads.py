@@ -9,14 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import xxhash
-
+from kvoy.checked_copy import copy_and_hash
 from kvoy.core.frames import Opening
 from kvoy.core.wire import GRPC, Place
 from kvoy.transport.frame_wire import MAX_FRAME_BYTES, Frame
-
-PIECE_BYTES = 256 * 1024
-"""Copied and hashed at once: a part of a core's cache, and for how long others may wait for the interpreter lock."""
 
 
 class Payload(Protocol):
@@ -140,13 +136,3 @@ def payload_of(frame: Frame, opening: Opening, source: Source | None) -> tuple[P
 def is_carried(opening: Opening) -> bool:
     """Payloads are in the frames."""
     return opening.transport == GRPC
-
-
-def copy_and_hash(source: memoryview, into: memoryview) -> int:
-    """The one copy of a payload on this side; the checksum is of what is in ``into`` afterwards."""
-    digest = xxhash.xxh3_64()
-    for start in range(0, source.nbytes, PIECE_BYTES):
-        piece = into[start : start + PIECE_BYTES]
-        piece[:] = source[start : start + PIECE_BYTES]
-        digest.update(piece)
-    return digest.intdigest()

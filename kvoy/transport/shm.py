@@ -22,12 +22,13 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
+from kvoy.checked_copy import copy_and_hash
 from kvoy.core.errors import PeerError
 from kvoy.core.frames import Opening
 from kvoy.core.types import TransportOffer
 from kvoy.core.wire import SHM, Place
 from kvoy.transport.links import ANOTHER_HOST
-from kvoy.transport.payloads import Source, copy_and_hash
+from kvoy.transport.payloads import Source
 
 TOKEN_BYTES = 16
 MAX_SLABS = 64

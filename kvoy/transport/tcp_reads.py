@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from kvoy.checked_copy import PIECE_BYTES
 from kvoy.core.errors import PeerError
-from kvoy.transport.payloads import PIECE_BYTES
 
 READ = struct.Struct("<QQ")
 """What is asked for: offset in the slab, and length."""

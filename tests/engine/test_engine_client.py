@@ -327,7 +327,10 @@ async def test_memory_that_a_worker_cannot_map_is_not_named_and_the_worker_lives
         assert await ask(client, ExportBlocks(1, 1, (5,), 0, client.ready.kv_spec.layers, 0)) == [Exported(1)]
         assert not client.reads(1)
         client.take_back(1)
+        assert client.lend(client.slab.fd, 4096) == 2
+        client.take_back(2)  # before the worker has answered
         assert await ask(client, ExportBlocks(2, 1, (5,), 0, client.ready.kv_spec.layers, 0)) == [Exported(2)]
+        assert client._lent == {}
         os.close(reading)
         os.close(writing)
 
